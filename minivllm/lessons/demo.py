@@ -1,0 +1,115 @@
+"""`make demo`: a tour of about a minute in the terminal, on the real model.
+
+First an answer is streamed; then the stages that exist so far write the same text, and their work, their
+memory and their speed are laid side by side.
+"""
+
+import sys
+import time
+
+from transformers import PreTrainedTokenizerBase
+
+from minivllm import LLM
+from minivllm.lessons.naive import ConcatCache, Generation, SlabCache, generate
+
+QUESTION = "Why do large language models need a key-value cache?"
+STORY = "Operating systems divide memory into pages of a fixed size, because"
+MIB = 2**20
+
+
+def main() -> None:
+    """Runs the tour."""
+    started = time.perf_counter()
+    llm = LLM("smollm2-135m")
+    config = llm.model.config
+    print(f"minivllm · {llm.config.model} · {llm.model.device}, {str(llm.model.dtype).removeprefix('torch.')}")
+    print(
+        f"loaded in {time.perf_counter() - started:.1f} s: {config.num_layers} layers, {config.num_heads} query heads"
+    )
+    print(f"on {config.num_kv_heads} KV heads, {llm.kv_bytes_per_token / 1024:.1f} KiB of keys and values per token\n")
+    print(f"You: {QUESTION}\nModel: ", end="", flush=True)
+    stream_answer(llm, QUESTION, max_tokens=64)
+    compare_stages(llm, max_tokens=48, batch=4)
+
+
+def stream_answer(llm: LLM, question: str, max_tokens: int) -> None:
+    """Prints the answer to a question while it is generated."""
+    from minivllm.engine import render_chat
+
+    prompt = llm.tokenizer.encode(render_chat(llm.tokenizer, [{"role": "user", "content": question}]))
+    printer = TextPrinter(llm.tokenizer)
+    started, first = time.perf_counter(), []
+
+    def on_token(row: int, token: int, reason: object) -> None:
+        first.append(time.perf_counter() - started)
+        printer.add(token)
+
+    slab = SlabCache(len(prompt) + max_tokens)
+    result = generate(llm.model, [prompt], max_tokens, slab, stop_token_ids=[llm.eos_token_ids], on_token=on_token)
+    printer.close()
+    count = len(result.token_ids[0])
+    rate = (count - 1) / (first[-1] - first[0]) if count > 1 else 0.0
+    print(f"\n\nfirst token after {first[0] * 1000:.0f} ms, then {rate:.1f} tokens/s\n")
+
+
+def compare_stages(llm: LLM, max_tokens: int, batch: int) -> None:
+    """Prints a table of the naive stages: same prompt, same tokens, different bills."""
+    prompt = llm.tokenizer.encode(STORY)
+    length = llm.max_model_len
+    stages = {
+        "0 no cache": (1, None),
+        "1 growing cache": (1, ConcatCache()),
+        "2 slab": (1, SlabCache(length)),
+        f"2 slab, batch of {batch}": (batch, SlabCache(length)),
+    }
+    print(f"The same {max_tokens} tokens after a prompt of {len(prompt)}, by each stage:\n")
+    print(f"{'stage':<20}{'tokens/s':>10}{'computed':>10}{'copied':>12}{'reserved':>13}{'used':>11}  same tokens")
+    answers = []
+    for name, (rows, cache) in stages.items():
+        started = time.perf_counter()
+        result = generate(llm.model, [prompt] * rows, max_tokens, cache)
+        seconds = time.perf_counter() - started
+        answers += result.token_ids
+        print(f"{name:<20}{rows * max_tokens / seconds:>10.1f}{_bill(result)}  {_same(answers)}")
+    print("\ncomputed: tokens run through the model; copied, reserved, used: MiB of keys and values.")
+    print("Most of what stage 2 reserves is never used. What to do about that is the course: make lab")
+
+
+def _bill(result: Generation) -> str:
+    work = result.work
+    megabytes = [work.bytes_copied / MIB, work.bytes_reserved / MIB, work.bytes_used / MIB]
+    return f"{work.tokens_computed:>10}{megabytes[0]:>12.1f}{megabytes[1]:>13.1f}{megabytes[2]:>11.1f}"
+
+
+def _same(answers: list[list[int]]) -> str:
+    return "yes" if all(answer == answers[0] for answer in answers) else "near tie"
+
+
+class TextPrinter:
+    """Prints text as its tokens come in; a character whose bytes are not complete yet waits."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self.token_ids, self.shown = tokenizer, list[int](), ""
+
+    def add(self, token_id: int) -> None:
+        """Takes one more token."""
+        self.token_ids.append(token_id)
+        text = self._text()
+        if not text.endswith("\ufffd"):
+            self._print(text)
+
+    def close(self) -> None:
+        """Prints what was held back."""
+        self._print(self._text())
+
+    def _text(self) -> str:
+        return str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
+
+    def _print(self, text: str) -> None:
+        sys.stdout.write(text[len(self.shown) :])
+        sys.stdout.flush()
+        self.shown = text
+
+
+if __name__ == "__main__":
+    main()

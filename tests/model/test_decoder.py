@@ -1,0 +1,68 @@
+"""Our decoder computes what transformers computes, for every switch of the Llama family."""
+
+import pytest
+import torch
+
+from minivllm.model.attention import dense_attention
+from tests.conftest import TINY
+
+VARIANTS = {
+    "llama": ("Llama", {}),
+    "llama with one KV head per query head": ("Llama", {"num_key_value_heads": 6}),
+    "llama with one KV head": ("Llama", {"num_key_value_heads": 1}),
+    "llama with biases everywhere": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama with a tied head": ("Llama", {"tie_word_embeddings": True}),
+    "llama with its own head_dim": ("Llama", {"head_dim": 10}),
+    "llama with gelu": ("Llama", {"hidden_act": "gelu"}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral with a sliding window": ("Mistral", {"sliding_window": 7}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2 with a window in its later layer": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3 with biases": ("Qwen3", {"head_dim": 8, "attention_bias": True}),
+}
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS.values(), ids=VARIANTS.keys())
+def test_logits_equal_transformers(tiny_pair, family, changes):
+    reference, decoder = tiny_pair(family, **changes)
+    ids = torch.randint(0, TINY["vocab_size"], (3, 40), generator=torch.Generator().manual_seed(1))
+    no_padding = torch.zeros(3, dtype=torch.int64)
+
+    def attend(layer, q, k, v):
+        return dense_attention(q, k, v, no_padding, decoder.config.sliding_window[layer])
+
+    with torch.inference_mode():
+        expected = reference(ids).logits
+        found = decoder.compute_logits(decoder(ids, torch.arange(40).expand(3, 40), attend))
+    # transformers computes norms and RoPE in float32 even in a float64 model.
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+def test_a_padding_column_is_seen_by_nobody_and_is_never_nan():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 6, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    alone = dense_attention(q[:, 2:], k[:, 2:], v[:, 2:], torch.tensor([0]))
+    k[:, :2], v[:, :2] = 1e6, 1e6
+    padded = dense_attention(q, k, v, torch.tensor([2]))
+    torch.testing.assert_close(padded[:, 2:], alone, rtol=0, atol=1e-12)
+    assert padded.isfinite().all()
+
+
+@pytest.mark.parametrize("num_queries", [1, 4, 9])
+@pytest.mark.parametrize("window", [1, 4, 9, 100])
+def test_a_window_of_w_sees_exactly_the_latest_w_tokens(num_queries, window):
+    # Equal scores and one-hot values: each output lists the weights over the columns.
+    columns = 9
+    q = torch.zeros(1, num_queries, 1, columns)
+    k = torch.zeros(1, columns, 1, columns)
+    v = torch.eye(columns).reshape(1, columns, 1, columns)
+    weights = dense_attention(q, k, v, torch.tensor([0]), window)[0, :, 0]
+    for row, position in zip(weights, range(columns - num_queries, columns), strict=True):
+        seen = min(position + 1, window)
+        expected = torch.zeros(columns)
+        expected[position + 1 - seen : position + 1] = 1 / seen
+        torch.testing.assert_close(row, expected)

@@ -1,0 +1,52 @@
+"""The command line: it answers, it fetches, and a mistake is one sentence."""
+
+import pytest
+
+from minivllm.cli import main
+from tests.test_engine import tiny_folder  # noqa: F401
+
+
+def test_generate_prints_the_text_with_its_continuation(tiny_folder, capsys):  # noqa: F811
+    options = ["--model", str(tiny_folder), "--max-tokens", "5", "--ignore-eos", "--dtype", "float64"]
+    assert main(["generate", "w5 w6", "w7", *options]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("w5 w6") and second.startswith("w7")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "x", "--model", "nothing"], "minivllm: unknown model 'nothing'"),
+        (["generate", "x", "--max-tokens", "0"], "minivllm: max_tokens must be at least 1, got 0"),
+        (["generate", "x", "--device", "cuda:9"], "minivllm: device 'cuda:9' is not there"),
+        (["model", "fetch", "nothing"], "minivllm: unknown model 'nothing'"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(arguments, sentence, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(sentence) and captured.err.count("\n") == 1
+
+
+def test_chat_needs_a_template(tiny_folder, capsys):  # noqa: F811
+    assert main(["chat", "hello", "--model", str(tiny_folder)]) == 2
+    assert "no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["serve"], ["generate"], ["model"], ["generate", "x", "--dtype", "int4"]])
+def test_an_unknown_command_or_option_shows_the_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2 and "usage: minivllm" in capsys.readouterr().err
+
+
+@pytest.mark.real_model
+def test_fetch_says_where_the_model_lies(real_folder, capsys):
+    assert main(["model", "fetch"]) == 0
+    assert capsys.readouterr().out == f"smollm2-135m is in {real_folder}\n"
+
+
+@pytest.mark.real_model
+def test_chat_answers(real_folder, capsys):
+    assert main(["chat", "What is the capital of Italy?", "--max-tokens", "8", "--system", "Be brief."]) == 0
+    assert capsys.readouterr().out.strip()

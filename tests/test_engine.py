@@ -1,0 +1,281 @@
+"""LLM: the public face. Outputs in input order, tokens as the oracle's, and nothing bad gets in."""
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import minivllm
+from minivllm import LLM, EngineConfig, SamplingParams
+from minivllm.config import GIB
+from tests.conftest import TINY, hf_generate, tiny_hf_model
+from tests.lessons.test_naive import random_prompts
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+KV_BYTES = 2 * 2 * 2 * 8 * 8
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    """A tiny Llama with a tokenizer of one word per token: w0 to w96, w2 ending a text."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_hf_model().save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(TINY["vocab_size"])}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_folder):
+    return LLM(str(tiny_folder), dtype="float64", device="cpu")
+
+
+def run(llm, prompts, params=GREEDY):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_the_public_names_are_these():
+    assert set(minivllm.__all__) == {
+        "LLM",
+        "CompletionOutput",
+        "EngineConfig",
+        "RequestOutput",
+        "SamplingParams",
+    }
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        minivllm.LMM  # noqa: B018
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 256])
+def test_tokens_equal_transformers_in_input_order_for_any_batch_size(llm, max_num_seqs):
+    reference = tiny_hf_model()
+    prompts = random_prompts([9, 1, 30, 16, 2, 17, 5])
+    params = [SamplingParams(temperature=0, max_tokens=3 + 4 * i, ignore_eos=True) for i in range(7)]
+    outputs = run(llm.reconfigure(max_num_seqs=max_num_seqs), prompts, params)
+    assert tokens(outputs) == [hf_generate(reference, p, s.max_tokens) for p, s in zip(prompts, params, strict=True)]
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert all(output.outputs[0].finish_reason == "length" and output.finished for output in outputs)
+
+
+def test_a_small_memory_makes_small_batches_and_the_same_tokens(llm, monkeypatch):
+    prompts = random_prompts([9, 1, 30, 16])
+    sizes = []
+    original = minivllm.engine.generate
+
+    def spy(model, prompts, *args, **kwargs):
+        sizes.append(len(prompts))
+        return original(model, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(minivllm.engine, "generate", spy)
+    expected = tokens(run(llm, prompts))
+    # 9 and 1 need 2 x (9 + 12 - 1) = 40 slots; with the 30 it would be 3 x 41; 30 and 16 need 2 x 41.
+    small = llm.reconfigure(kv_cache_memory_bytes=82 * KV_BYTES)
+    assert tokens(run(small, prompts)) == expected
+    assert sizes == [4, 2, 2]
+
+
+def test_text_prompts_are_tokenised_and_answers_are_text(llm):
+    [output] = run(llm, "w5 w6 w7")
+    assert output.prompt == "w5 w6 w7" and output.prompt_token_ids == [5, 6, 7]
+    [completion] = output.outputs
+    assert completion.index == 0 and completion.stop_reason is None
+    special = {2}
+    assert completion.text.split() == [f"w{t}" for t in completion.token_ids if t not in special]
+
+
+def test_every_form_of_a_prompt_gives_the_same_tokens(llm):
+    forms = ["w5 w6", [5, 6], {"prompt": "w5 w6"}, {"prompt_token_ids": [5, 6]}]
+    outputs = run(llm, forms)
+    assert len({tuple(t) for t in tokens(outputs)}) == 1
+    assert [output.prompt for output in outputs] == ["w5 w6", None, "w5 w6", None]
+    assert tokens(run(llm, [5, 6])) == tokens(outputs)[:1]
+
+
+def test_a_second_call_has_its_own_results_and_fresh_ids(llm):
+    a, b = random_prompts([4, 6])
+    first, second = run(llm, [a, b]), run(llm, [b])
+    assert tokens(second) == tokens(first)[1:]
+    ids = [output.request_id for output in first + second]
+    assert len(set(ids)) == 3
+
+
+def test_end_of_sequence_stops_unless_ignored_and_beats_length(llm):
+    free = {}
+    for start in range(3, 90):
+        params = {"temperature": 3.0, "seed": start}
+        [output] = run(llm, [[start]], SamplingParams(**params, max_tokens=40, ignore_eos=True))
+        if 2 in output.outputs[0].token_ids[:-1]:
+            free[start] = output.outputs[0].token_ids
+    assert free, "no prompt of the tiny model meets its end-of-sequence token"
+    for start, ids in free.items():
+        end = ids.index(2) + 1
+        for max_tokens in (None, 40, end):
+            [output] = run(llm, [[start]], SamplingParams(temperature=3.0, seed=start, max_tokens=max_tokens))
+            completion = output.outputs[0]
+            assert completion.token_ids == ids[:end]
+            assert completion.finish_reason == "stop"
+            assert "w2" not in completion.text.split()
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "expected"),
+    [(8, 1, 1), (8, None, 120), (8, 10**9, 120), (126, 5, 2), (127, None, 1), (127, 5, 1)],
+)
+def test_an_answer_ends_at_the_models_length_at_the_latest(llm, length, max_tokens, expected):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    [output] = run(llm, random_prompts([length]), params)
+    assert len(output.outputs[0].token_ids) == expected
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_a_shorter_max_model_len_is_kept(llm):
+    short = llm.reconfigure(max_model_len=20)
+    [output] = run(short, [[3] * 15], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 5
+    with pytest.raises(ValueError, match="has 20 tokens and max_model_len is 20"):
+        run(short, [[3] * 20])
+
+
+def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it(llm):
+    prompts = random_prompts([5, 9, 3, 20])
+    seeded = SamplingParams(temperature=1.0, max_tokens=16, seed=42, ignore_eos=True)
+    alone = tokens(run(llm, [prompts[0]], seeded))[0]
+    others = [SamplingParams(max_tokens=20, ignore_eos=True), GREEDY, SamplingParams(seed=1, top_p=0.5)]
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 0]):
+        params = [seeded if i == 0 else others[i - 1] for i in order]
+        for max_num_seqs in (1, 3, 8):
+            outputs = run(llm.reconfigure(max_num_seqs=max_num_seqs), [prompts[i] for i in order], params)
+            assert tokens(outputs)[order.index(0)] == alone
+    other_seed = SamplingParams(temperature=1.0, max_tokens=16, seed=43, ignore_eos=True)
+    assert tokens(run(llm, [prompts[0]], other_seed))[0] != alone
+
+
+def test_without_a_seed_two_requests_differ_and_a_new_engine_repeats_them(llm):
+    params = SamplingParams(temperature=2.0, max_tokens=16, ignore_eos=True)
+    fresh = [llm.reconfigure(seed=5) for _ in range(2)]
+    first = [tokens(run(engine, [[7], [7]], params)) for engine in fresh]
+    assert first[0] == first[1]
+    assert first[0][0] != first[0][1]
+    assert tokens(run(fresh[0], [[7]], params))[0] not in first[0]
+    assert tokens(run(llm.reconfigure(seed=6), [[7], [7]], params)) != first[0]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([[5], []], GREEDY, r"prompt 1: the prompt is empty \(0 tokens\)"),
+        ("", GREEDY, r"prompt 0: the prompt is empty"),
+        ([], GREEDY, "prompts is an empty list"),
+        ([[5], [97]], GREEDY, "prompt 1: token id 97 at position 0 is out of the vocabulary of 97"),
+        ([[5], [-1]], GREEDY, "token id -1 at position 0"),
+        ([[5] * 128], GREEDY, "prompt 0: the prompt has 128 tokens and max_model_len is 128"),
+        ([[5], [6]], [GREEDY], "2 prompts and 1 sampling params"),
+        ([[5]], [{"temperature": 0}], "must be SamplingParams, got dict"),
+        ([[5]], [], "1 prompts and 0 sampling params"),
+        (5, GREEDY, "got int"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(llm, monkeypatch, prompts, params, message):
+    monkeypatch.setattr(minivllm.engine, "generate", None)
+    with pytest.raises(ValueError, match=message):
+        run(llm, prompts, params)
+
+
+def test_after_a_refusal_the_engine_goes_on(llm):
+    with pytest.raises(ValueError):
+        run(llm, [[5], [97]])
+    assert len(run(llm, [[5]])) == 1
+
+
+def test_a_prompt_that_its_memory_could_never_hold_is_refused_with_the_bytes(llm):
+    small = llm.reconfigure(kv_cache_memory_bytes=20 * KV_BYTES)
+    with pytest.raises(ValueError, match=f"prompt 0: its 21 tokens need {21 * KV_BYTES} bytes.* are {20 * KV_BYTES}"):
+        run(small, [[5] * 21])
+    # 18 slots for the prompt and the tokens after it; the last token of all is never read again.
+    [output] = run(small, [[5] * 18], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 3 and output.outputs[0].finish_reason == "length"
+
+
+def test_reconfigure_keeps_weights_and_refuses_what_needs_others(llm):
+    other = llm.reconfigure(max_num_seqs=2)
+    assert other.model is llm.model and other.config.max_num_seqs == 2 and llm.config.max_num_seqs == 256
+    for field, value in {"model": "x", "tokenizer": "x", "device": "cpu", "dtype": "float32"}.items():
+        with pytest.raises(ValueError, match=f"{field} can't change on loaded weights"):
+            llm.reconfigure(**{field: value})
+    with pytest.raises(ValueError, match="max_model_len is 129, but the model was loaded with 128"):
+        llm.reconfigure(max_model_len=129)
+    with pytest.raises(ValueError, match="unknown option"):
+        llm.reconfigure(max_seqs=1)
+
+
+def test_chat_without_a_template_or_with_bad_messages_is_refused(llm):
+    with pytest.raises(ValueError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hi"}])
+    for messages in ([], [[]]):
+        with pytest.raises(ValueError, match="is empty"):
+            llm.chat(messages)
+    for messages in ([{"role": "user"}], [[{"content": "x"}]], [["hi"]]):
+        with pytest.raises(ValueError, match="a message is a dict with role and content"):
+            llm.chat(messages)
+
+
+def test_the_bar_goes_to_stderr_and_can_be_switched_off(llm, capfd, monkeypatch):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    run(llm, [[5]])
+    assert capfd.readouterr() == ("", "")
+    llm.generate([[5], [6]], GREEDY)
+    assert "2/2" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "int4"}, "dtype must be one of"),
+        ({"device": "tpu"}, "unknown device 'tpu'|device 'tpu' has no back end"),
+        ({"device": "cuda:99"}, "device 'cuda:99' is not there"),
+        ({"max_model_len": 129}, "max_model_len is 129"),
+        ({"max_num_seq": 1}, "unknown option"),
+    ],
+)
+def test_a_bad_option_is_refused(tiny_folder, fields, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tiny_folder), **fields)
+
+
+@pytest.mark.parametrize("model", ["gpt-17", "no/such/folder", "/no/such/folder", "~nobody/model", ""])
+def test_an_unknown_model_is_refused(model):
+    with pytest.raises(ValueError, match=r"unknown model|non-empty string"):
+        LLM(model)
+
+
+def test_a_hub_model_that_cant_be_fetched_says_so(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="'nobody/nothing' is no folder here and can't be fetched from the hub"):
+        LLM("nobody/nothing")
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+    tiny_hf_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no tokenizer that can be read"):
+        LLM(str(tmp_path))
+
+
+def test_memory_defaults_to_one_gib_on_a_cpu(llm):
+    assert llm.kv_cache_bytes == GIB
+    assert llm.kv_bytes_per_token == KV_BYTES
+    assert EngineConfig().kv_cache_memory_bytes is None
+
+
+def test_low_precision_runs(tiny_folder):
+    for dtype in ("bfloat16", "float16"):
+        llm = LLM(str(tiny_folder), dtype=dtype, device="cpu")
+        assert llm.model.dtype == getattr(torch, dtype)
+        assert len(tokens(run(llm, [[5, 6], [7]]))[0]) == 12

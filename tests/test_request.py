@@ -1,0 +1,134 @@
+"""Everything a user can get wrong is refused at the door, with the name and the number."""
+
+import math
+
+import numpy as np
+import pytest
+
+from minivllm import EngineConfig, SamplingParams
+from minivllm.request import as_prompt_list, check_prompt, split_prompt
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("temperature", -0.1, "temperature must be at least 0"),
+        ("temperature", math.nan, "temperature must be a finite number, got nan"),
+        ("temperature", math.inf, "temperature must be a finite number, got inf"),
+        ("temperature", "hot", "temperature must be a finite number, got 'hot'"),
+        ("temperature", True, "temperature must be a finite number, got True"),
+        ("top_p", 0, "top_p must be above 0 and at most 1, got 0"),
+        ("top_p", 1.1, "got 1.1"),
+        ("top_p", math.nan, "top_p must be a finite number"),
+        ("top_k", -2, "top_k must be at least -1, got -2"),
+        ("top_k", 2.5, "top_k must be an integer, got 2.5"),
+        ("seed", -1, "seed must be at least 0"),
+        ("seed", 2**64, "and at most 18446744073709551615, got 18446744073709551616"),
+        ("seed", 1.0, "seed must be an integer"),
+        ("max_tokens", 0, "max_tokens must be at least 1, got 0"),
+        ("max_tokens", -1, "max_tokens must be at least 1, got -1"),
+        ("max_tokens", 1.5, "max_tokens must be an integer, got 1.5"),
+        ("max_tokens", True, "max_tokens must be an integer, got True"),
+        ("ignore_eos", 1, "ignore_eos must be True or False, got 1"),
+    ],
+)
+def test_sampling_params_refuse_by_field_and_value(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**{field: value})
+
+
+def test_sampling_params_take_the_edges():
+    SamplingParams(temperature=0, top_p=1, top_k=-1, seed=0, max_tokens=1)
+    SamplingParams(temperature=100, top_p=1e-9, top_k=10**9, seed=2**64 - 1, max_tokens=None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model", "", "model must be a non-empty string, got ''"),
+        ("model", 3, "model must be a non-empty string, got 3"),
+        ("tokenizer", "", "tokenizer must be None or a non-empty string"),
+        ("dtype", "int8", "dtype must be one of auto, float32, bfloat16, float16, float64, got 'int8'"),
+        ("seed", -1, "seed must be at least 0"),
+        ("max_model_len", 1, "max_model_len must be at least 2, got 1"),
+        ("max_num_seqs", 0, "max_num_seqs must be at least 1, got 0"),
+        ("kv_cache_memory_bytes", 0, "kv_cache_memory_bytes must be at least 1, got 0"),
+    ],
+)
+def test_engine_config_refuses_by_field_and_value(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**{field: value})
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown option\(s\) max_num_seq; EngineConfig has model, .*max_num_seqs"):
+        EngineConfig.from_fields(max_num_seq=4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("hi", ["hi"]),
+        ([1, 2], [[1, 2]]),
+        ((1, 2), [[1, 2]]),
+        ([np.int64(1), np.int32(2)], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a", [1]], ["a", [1]]),
+        ({"prompt": "a"}, [{"prompt": "a"}]),
+        ([{"prompt_token_ids": [1]}, "b"], [{"prompt_token_ids": [1]}, "b"]),
+    ],
+)
+def test_one_prompt_or_many(prompts, expected):
+    assert as_prompt_list(prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [([], "empty list"), (None, "got NoneType"), (3, "got int"), (np.array([1]), "got ndarray")],
+)
+def test_what_is_no_prompt_is_refused(prompts, message):
+    with pytest.raises(ValueError, match=message):
+        as_prompt_list(prompts)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ("a", None)),
+        ([1, np.int64(2)], (None, [1, 2])),
+        ({"prompt": "a"}, ("a", None)),
+        ({"prompt_token_ids": [3]}, (None, [3])),
+        ([], (None, [])),
+    ],
+)
+def test_a_prompt_is_text_or_tokens(prompt, expected):
+    assert split_prompt(prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1, "a"], "token ids must be integers, got 'a' at position 1"),
+        ([1, True], "got True at position 1"),
+        ([1.0], "got 1.0 at position 0"),
+        (None, "got NoneType"),
+        ({}, r"exactly one of the keys .*got \[\]"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "exactly one"),
+        ({"text": "a"}, r"got \['text'\]"),
+        ({"prompt": None}, "got NoneType"),
+    ],
+)
+def test_a_malformed_prompt_is_refused(prompt, message):
+    with pytest.raises(ValueError, match=message):
+        split_prompt(prompt)
+
+
+@pytest.mark.parametrize("length", [8192, 8193])
+def test_a_prompt_that_leaves_no_room_is_refused_with_both_lengths(length):
+    with pytest.raises(ValueError, match=f"the prompt has {length} tokens and max_model_len is 8192"):
+        check_prompt([1] * length, 49152, 8192)
+
+
+def test_the_longest_prompt_leaves_room_for_one_token():
+    check_prompt([1] * 8191, 49152, 8192)
