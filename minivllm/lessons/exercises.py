@@ -1,0 +1,105 @@
+"""Checks of the exercises. Each says in one sentence, with numbers, what is right or what is not yet.
+
+A check never raises for a wrong answer: a blank exercise runs through like any other cell.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from minivllm.lessons.cost import pass_cost
+from minivllm.model.architecture import ModelConfig
+
+
+def check_text_of_tokens(answer: Callable[[Any, Sequence[int]], Any], tokenizer: Any) -> bool:
+    """Lesson 00: `answer(tokenizer, token_ids)` lists the text piece of every token."""
+    texts = ["The capital of France is", "unbelievable", "2026", "def fibonacci(n):"]
+    cases = []
+    for text in texts:
+        ids = tokenizer.encode(text)
+        cases.append((f"the tokens of {text!r}", (tokenizer, ids), [tokenizer.decode([i]) for i in ids]))
+    return _check(answer, cases)
+
+
+def check_tokens_computed(answer: Callable[[int, int, bool], Any]) -> bool:
+    """Lesson 01: `answer(prompt_len, output_len, cached)` counts the tokens run through the model."""
+    cases = []
+    for prompt_len, output_len in ((10, 1), (10, 5), (1, 100), (500, 200)):
+        without = sum(prompt_len + step for step in range(output_len))
+        cases.append((f"{prompt_len} + {output_len} tokens without a cache", (prompt_len, output_len, False), without))
+        with_cache = prompt_len + output_len - 1
+        cases.append((f"{prompt_len} + {output_len} tokens with a cache", (prompt_len, output_len, True), with_cache))
+    return _check(answer, cases)
+
+
+def check_batch_at_ridge(answer: Callable[[ModelConfig, float], Any], config: ModelConfig) -> bool:
+    """Lesson 01: `answer(config, ridge)` is the smallest batch whose decode step, at an empty context and in
+    two-byte numbers, reaches an arithmetic intensity of `ridge`."""
+    cases = []
+    for ridge in (1.5, 8.0, 40.0):
+        batch = 1
+        while pass_cost(config, batch, 1, 0, 2).intensity < ridge:
+            batch += 1
+        cases.append((f"a ridge at {ridge} flop/byte", (config, ridge), batch))
+    return _check(answer, cases)
+
+
+def check_slots(answer: Callable[[Sequence[int], Sequence[int], int], Any]) -> bool:
+    """Lesson 02: `answer(prompt_lens, output_lens, max_model_len)` is the share of all reserved slots that
+    ever hold a token of a prompt or of an answer."""
+    cases = []
+    for prompts, outputs, slab in (([10], [5], 128), ([10, 2], [2, 6], 64), ([100, 5, 30], [1, 20, 60], 256)):
+        used = sum(prompts) + sum(outputs) - len(outputs)
+        what = f"prompts {prompts}, answers {outputs}, slabs of {slab}"
+        cases.append((what, (prompts, outputs, slab), used / (slab * len(prompts))))
+    return _check(answer, cases)
+
+
+def check_batches(answer: Callable[[Sequence[int], int], Any]) -> bool:
+    """Lesson 02: `answer(output_lens, batch)` deals requests (by index) into full batches of `batch` rows so
+    that as few row-steps as possible are computed. The number of requests is a multiple of `batch`."""
+    for lens, batch in (([8, 1, 8, 1], 2), ([3, 9, 1, 9, 3, 1], 2), ([5, 1, 4, 2, 3, 6], 3)):
+        order = sorted(range(len(lens)), key=lambda index: lens[index])
+        best = _row_steps(lens, [order[start : start + batch] for start in range(0, len(order), batch)])
+        try:
+            groups = [list(group) for group in answer(lens, batch)]
+            dealt = sorted(index for group in groups for index in group)
+        except Exception as error:
+            return _say(False, f"not yet: for answers of {lens} tokens your function raised {error!r}")
+        if dealt != list(range(len(lens))):
+            return _say(
+                False,
+                f"not yet: of requests 0 to {len(lens) - 1} you dealt {dealt}; each belongs in one batch",
+            )
+        if {len(group) for group in groups} != {batch}:
+            sizes = [len(group) for group in groups]
+            return _say(False, f"not yet: your batches have {sizes} rows; each should have {batch}")
+        found = _row_steps(lens, groups)
+        if found > best:
+            return _say(
+                False,
+                f"not yet: answers of {lens} tokens cost {found} row-steps as you dealt; {best} is possible",
+            )
+    return _say(True, "right: no other deal computes fewer row-steps")
+
+
+def _row_steps(lens: Sequence[int], groups: Iterable[Sequence[int]]) -> int:
+    return sum(len(group) * max(lens[index] for index in group) for group in groups)
+
+
+def _check(answer: Callable[..., Any], cases: Sequence[tuple[str, tuple[Any, ...], Any]]) -> bool:
+    for what, arguments, expected in cases:
+        try:
+            found = answer(*arguments)
+        except Exception as error:
+            return _say(False, f"not yet: for {what} your function raised {error!r}")
+        if found is None or found is ...:
+            return _say(False, f"not yet: for {what} your function returned {found!r}; fill in its body")
+        close = isinstance(expected, float) and isinstance(found, (int, float)) and abs(found - expected) < 1e-9
+        if not close and found != expected:
+            return _say(False, f"not yet: for {what} you got {found!r}, it is {expected!r}")
+    return _say(True, f"right: all {len(cases)} cases")
+
+
+def _say(right: bool, sentence: str) -> bool:
+    print(sentence)
+    return right

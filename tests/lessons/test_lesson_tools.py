@@ -1,0 +1,177 @@
+"""What the lessons lean on: costs, workloads, predictions, exercise checks, source display."""
+
+import pytest
+import torch
+
+from minivllm.lessons import exercises
+from minivllm.lessons.cost import matrix_parameters, pass_cost
+from minivllm.lessons.demo import TextPrinter
+from minivllm.lessons.machine import best_seconds, check_machine, measure_rates
+from minivllm.lessons.naive import SlabCache
+from minivllm.lessons.predictions import compare
+from minivllm.lessons.source import show_source
+from minivllm.lessons.workload import random_prompt, real_lengths
+
+
+def test_matrix_parameters_are_the_models_own(tiny_llama):
+    _, decoder = tiny_llama
+    matrices = [p for name, p in decoder.layers.named_parameters() if p.dim() == 2]
+    assert matrix_parameters(decoder.config) == sum(p.numel() for p in matrices)
+
+
+def test_the_flops_of_a_pass_are_those_that_torch_counts_plus_attention(tiny_llama):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from minivllm.model.attention import dense_attention
+
+    _, decoder = tiny_llama
+    ids = torch.randint(0, 97, (3, 16))
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        hidden = decoder(
+            ids,
+            torch.arange(16).expand(3, 16),
+            lambda layer, q, k, v: dense_attention(q, k, v, torch.zeros(3, dtype=torch.int64)),
+        )
+        decoder.compute_logits(hidden[:, -1])
+    cost = pass_cost(decoder.config, batch=3, new_tokens=16, context=0, itemsize=8)
+    c = decoder.config
+    # torch does not count its fused attention on a CPU: a product and a sum for scores and for values, over
+    # every pair of a token and one that it sees.
+    pairs = 3 * sum(range(1, 17))
+    attention = 2 * 2 * c.num_layers * c.num_heads * c.head_dim * pairs
+    assert cost.flops == counter.get_total_flops() + attention
+
+
+def test_the_bytes_of_a_pass_by_hand(tiny_llama):
+    config = tiny_llama[1].config
+    cost = pass_cost(config, batch=2, new_tokens=1, context=10, itemsize=2)
+    per_token = 2 * 2 * 2 * 8 * 2  # keys and values, layers, KV heads, head_dim, bytes
+    assert cost.kv_bytes == 2 * (10 + 1 + 1) * per_token
+    assert cost.weight_bytes == 2 * (matrix_parameters(config) + 97 * 48)
+    assert cost.intensity == cost.flops / (cost.weight_bytes + cost.kv_bytes)
+
+
+def test_a_pass_takes_as_long_as_its_slower_half(tiny_llama):
+    cost = pass_cost(tiny_llama[1].config, 1, 1, 0, 4)
+    moved = cost.weight_bytes + cost.kv_bytes
+    assert cost.seconds(1.0, 1e30) == moved
+    assert cost.seconds(1e30, 1.0) == cost.flops
+
+
+def test_real_lengths_have_the_spread_of_the_trace():
+    lengths = real_lengths(1000)
+    prompts, outputs = zip(*lengths, strict=True)
+    assert sum(prompts) / 1000 == pytest.approx(2340, rel=0.05)  # the trace's means
+    assert sum(outputs) / 1000 == pytest.approx(438.7, rel=0.05)
+    assert min(prompts) >= 1 and max(prompts) <= 8141 and max(outputs) <= 1024
+    assert real_lengths(8, seed=1) == real_lengths(8, seed=1) != real_lengths(8, seed=2)
+    assert sorted(p for p, _ in real_lengths(8, seed=1)) == sorted(p for p, _ in real_lengths(8, seed=2))
+
+
+@pytest.mark.parametrize("arguments", [{"trace": "nothing"}, {"count": 0}, {"shrink": 0}])
+def test_a_bad_workload_is_refused_with_the_known_traces(arguments):
+    with pytest.raises(ValueError, match="sharegpt_8k"):
+        real_lengths(**{"count": 4, **arguments})
+
+
+def test_random_prompts_are_repeatable_and_start_alike():
+    assert random_prompt(5, seed=1) == random_prompt(9, seed=1)[:5] != random_prompt(5, seed=2)
+
+
+def test_predictions_stand_beside_what_happened(capsys):
+    compare({"a": None, "b": 100, "c": 12, "d": "Paris"}, {"a": 1, "b": 110, "c": 99.5, "d": "paris"})
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["question", "you", "happened"],
+        ["a", "-", "1", "(no", "guess", "yet)"],
+        ["b", "100", "110", "right"],
+        ["c", "12", "99.5", "look", "again"],
+        ["d", "Paris", "paris", "right"],
+    ]
+
+
+def test_a_guess_without_an_outcome_is_an_error():
+    with pytest.raises(ValueError, match="no outcome for x"):
+        compare({"x": 1}, {"y": 2})
+
+
+def test_source_is_shown_with_and_without_docstrings(monkeypatch):
+    shown = []
+    monkeypatch.setattr("minivllm.lessons.source.display", shown.append)
+    show_source(SlabCache)
+    show_source(SlabCache, docstrings=False)
+    full, short = (code.data for code in shown)
+    assert full.startswith("class SlabCache:") and '"""Reserves the slabs' in full
+    assert '"""' not in short and "self.keys[layer, :, self.length : end] = k" in short
+    compile(short, "shown", "exec")
+
+
+def test_rates_are_measured_on_this_machine():
+    rates = measure_rates(torch.device("cpu"))
+    assert rates.bytes_per_s > 1e8 and rates.flops_per_s > 1e8
+    assert rates.ridge == rates.flops_per_s / rates.bytes_per_s
+
+
+def test_the_best_of_several_runs_leaves_out_the_warm_up():
+    runs = []
+    assert best_seconds(lambda: runs.append(1), torch.device("cpu"), repeats=3) >= 0
+    assert len(runs) == 4
+
+
+@pytest.mark.real_model
+def test_the_machine_check_says_ok_line_by_line(capsys, real_folder):
+    check_machine()
+    output = capsys.readouterr().out.splitlines()
+    assert len(output) == 7 and all(line.startswith("[ OK ]") for line in output)
+
+
+def test_the_machine_check_says_what_to_do(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("minivllm.lessons.machine.models_folder", lambda: tmp_path / "models")
+    check_machine()
+    assert capsys.readouterr().out.splitlines()[-1] == "[FAIL] model smollm2-135m: not here: run `minivllm model fetch`"
+
+
+class Bytes:
+    """A tokenizer whose tokens are single bytes."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def test_the_printer_waits_for_whole_characters(capsys):
+    printer, written = TextPrinter(Bytes()), []
+    for byte in "aé😀".encode():
+        printer.add(byte)
+        written.append(capsys.readouterr().out)
+    assert written == ["a", "", "é", "", "", "", "😀"]
+    printer.add(0xC3)
+    printer.close()
+    assert capsys.readouterr().out == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (lambda p, o, c: None, "returned None; fill in its body"),
+        (lambda p, o, c: ..., "returned Ellipsis; fill in its body"),
+        (lambda p, o, c: p + o, "for 10 + 1 tokens without a cache you got 11, it is 10"),
+        (lambda p: 1, "your function raised TypeError"),
+    ],
+)
+def test_a_check_says_what_is_not_yet_right(capsys, answer, sentence):
+    assert exercises.check_tokens_computed(answer) is False
+    output = capsys.readouterr().out
+    assert output.startswith("not yet: ") and sentence in output
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (lambda lens, batch: [[0, 1]], "you dealt [0, 1]"),
+        (lambda lens, batch: [list(range(len(lens)))], "your batches have [4] rows; each should have 2"),
+        (lambda lens, batch: [[0, 1], [2, 3]], "cost 32 row-steps as you dealt; 18 is possible"),
+        (lambda lens, batch: None, "your function raised TypeError"),
+    ],
+)
+def test_the_check_of_batches_says_what_is_not_yet_right(capsys, answer, sentence):
+    assert exercises.check_batches(answer) is False
+    assert sentence in capsys.readouterr().out
