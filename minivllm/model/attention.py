@@ -1,24 +1,138 @@
-"""Dense attention: all keys and values of a batch lie side by side, one column per token.
+"""Attention in plain torch: over dense rows, and over blocks through a block table.
 
-This is what attention was before paging, and what the naive stages run on. Rows of different length are
-padded on the left, so that the newest token of every row stands in the last column.
+This is the reference that every faster back end is held against. Both forms end in `masked_attention`, the
+one place where scores become weights; they differ in where keys and values come from. Any float type works;
+scores and weights are computed in float32 at least.
 """
 
+from dataclasses import dataclass
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from minivllm.model.architecture import ModelConfig
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Which tokens of a pass belong to which request, and where its keys and values lie.
+
+    The tokens of all requests stand behind each other in one row, without padding; prefill, decode and
+    anything between them is a request with more or fewer query tokens.
+
+    Attributes:
+        query_start_loc: `[num_reqs + 1]`, where each request's tokens begin; the last entry is num_tokens.
+        seq_lens: `[num_reqs]`, tokens of each request in the cache after this pass, its new ones included.
+        block_table: `[num_reqs, max_blocks]`; entry i holds tokens i * block_size and following. Entries
+            beyond a request's length may be anything.
+        slot_mapping: `[num_tokens]`, where each new token's key and value go: block * block_size + offset;
+            -1 for a padding token, which is not stored.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+
+
+class KVCache:
+    """Keys and values of all layers, in blocks: `[num_layers, num_blocks, block_size, num_kv_heads, head_dim]`."""
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole blocks (source, target) in all layers, one after the other."""
+        for source, target in copies:
+            self.keys[:, target] = self.keys[:, source]
+            self.values[:, target] = self.values[:, source]
+
+
+class PagedAttention:
+    """The `attend` of one pass over a paged cache."""
+
+    def __init__(self, cache: KVCache, metadata: AttentionMetadata, windows: tuple[int | None, ...]) -> None:
+        self.cache, self.metadata, self.windows = cache, metadata, windows
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores the new keys and values of a layer, then attends; all shapes `[num_tokens, heads, head_dim]`."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        write_kv(k, v, keys, values, self.metadata.slot_mapping)
+        return paged_attention(q, keys, values, self.metadata, self.windows[layer])[0]
+
+
+def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+    """Writes each token's key and value into its slot; tokens with slot -1 are skipped.
+
+    Args:
+        k: `[num_tokens, num_kv_heads, head_dim]`.
+        v: like `k`.
+        keys: `[num_blocks, block_size, num_kv_heads, head_dim]`, changed in place.
+        values: like `keys`.
+        slot_mapping: `[num_tokens]`, int64.
+    """
+    stored = slot_mapping >= 0
+    keys.flatten(0, 1)[slot_mapping[stored]] = k[stored]
+    values.flatten(0, 1)[slot_mapping[stored]] = v[stored]
+
+
+def paged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of every request's new tokens over its blocks.
+
+    Requests with the same number of new tokens are computed together, so that a batch of decodes is one
+    product. Slots beyond a request's length are never used, whatever they hold, NaN included.
+
+    Args:
+        q: `[num_tokens, num_heads, head_dim]`, the tokens of all requests behind each other.
+        keys: `[num_blocks, block_size, num_kv_heads, head_dim]`, the new tokens' already written.
+        values: like `keys`.
+        metadata: of the pass.
+        window: how many of the latest tokens, its own included, a token may see; None for all.
+
+    Returns:
+        The output, `[num_tokens, num_heads, head_dim]`, and the log-sum-exp of each token's scores,
+        `[num_tokens, num_heads]`, float32 at least. Tokens that belong to no request get 0 and -inf.
+    """
+    output = torch.zeros_like(q)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
+    starts = metadata.query_start_loc
+    query_lens = starts[1:] - starts[:-1]
+    for query_len in query_lens.unique().tolist():
+        if query_len == 0:
+            continue
+        rows = (query_lens == query_len).nonzero().squeeze(-1)
+        tokens = starts[rows, None] + torch.arange(query_len, device=q.device)
+        seq_lens = metadata.seq_lens[rows, None]
+        position = torch.arange(int(seq_lens.max()), device=q.device)
+        blocks = metadata.block_table[rows][:, position // keys.shape[1]]
+        stored = position < seq_lens
+        slots = torch.where(stored, blocks * keys.shape[1] + position % keys.shape[1], 0)
+        k, v = (cache.flatten(0, 1)[slots].masked_fill(~stored[..., None, None], 0) for cache in (keys, values))
+        query_position = seq_lens - query_len + torch.arange(query_len, device=q.device)
+        visible = position <= query_position[..., None]
+        if window is not None:
+            visible &= position > query_position[..., None] - window
+        output[tokens], lse[tokens] = masked_attention(q[tokens], k, v, visible)
+    return output, lse
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, num_padding: Tensor, window: int | None = None) -> Tensor:
-    """Causal attention of the newest tokens over all columns so far.
+    """Causal attention over rows that lie side by side, one column per token: how it was before paging.
 
-    The queries are the last `num_queries` columns (the mask is aligned at the bottom right). A padding
+    Rows of different length are padded on the left, so that the newest token of every row stands in the last
+    column. The queries are the last `num_queries` columns (the mask is aligned at the bottom right). A padding
     column is seen by nobody but itself: a row of the softmax with nothing in it would be NaN.
 
     Args:
         q: `[batch, num_queries, num_heads, head_dim]`.
-        k: `[batch, num_columns, num_kv_heads, head_dim]`; num_heads is a multiple of num_kv_heads, and each
-            KV head serves that many neighbouring query heads (grouped-query attention).
+        k: `[batch, num_columns, num_kv_heads, head_dim]`.
         v: like `k`.
         num_padding: `[batch]`, int64, how many columns at the left of each row are padding.
         window: how many of the latest columns, its own included, a token may see; None for all.
@@ -32,6 +146,33 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, num_padding: Tensor, window
     visible = key <= query
     if window is not None:
         visible &= key > query - window
-    mask = (visible & (key >= num_padding[:, None, None])) | (key == query)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=True).transpose(1, 2)
+    visible = (visible & (key >= num_padding[:, None, None])) | (key == query)
+    return masked_attention(q, k, v, visible)[0]
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(q · k / sqrt(head_dim)) · v over the visible keys.
+
+    Grouped-query attention: num_heads is a multiple of num_kv_heads, and each KV head serves that many
+    neighbouring query heads.
+
+    Args:
+        q: `[batch, num_queries, num_heads, head_dim]`.
+        k: `[batch, num_keys, num_kv_heads, head_dim]`; finite, also where it is not visible.
+        v: like `k`.
+        visible: `[batch, num_queries, num_keys]`, bool; at least one True per query.
+
+    Returns:
+        The output, like `q`, and the log-sum-exp of the scores, `[batch, num_queries, num_heads]`.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    num_kv_heads, head_dim = k.shape[-2:]
+    # [batch, KV head, query head of its group x query, head_dim], so that each KV head is read once.
+    grouped = q.to(wide).unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    scores = grouped.flatten(2, 3) @ k.to(wide).permute(0, 2, 3, 1) * head_dim**-0.5
+    scores = scores.unflatten(2, (-1, q.shape[1])).masked_fill(~visible[:, None, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp()
+    output = weights.flatten(2, 3) @ v.to(wide).transpose(1, 2)
+    output = output.unflatten(2, (-1, q.shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return output.to(q.dtype), lse.permute(0, 3, 1, 2).flatten(2, 3)

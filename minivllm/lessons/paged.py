@@ -1,0 +1,199 @@
+"""Stage 3: sequences over blocks, without a scheduler.
+
+`PagedSequences` is the engine's runner in small: slots from a memory manager, one pass over all tokens that
+are due, logits for the last of each sequence. Two short drivers stand on it: `generate_paged` continues many
+prompts, `sample_branches` continues one prompt several times and shares what they have in common.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minivllm.kv_cache import KVCacheManager
+from minivllm.lessons.naive import Generation, PickTokens, Work, greedy, num_bytes
+from minivllm.model.attention import AttentionMetadata, KVCache, PagedAttention
+from minivllm.model.decoder import Decoder
+from minivllm.request import SamplingParams, check_prompt
+from minivllm.sampler import Sampler
+
+
+@dataclass
+class TextSequence:
+    """A growing text, as memory sees it and as the model reads it."""
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_num_tokens: int
+    num_computed_tokens: int = field(default=0)
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def done(self) -> bool:
+        """Whether it has come to its full length."""
+        return len(self.token_ids) >= self.max_num_tokens
+
+
+class PagedSequences:
+    """Runs passes over a cache whose slots a manager hands out."""
+
+    def __init__(self, model: Decoder, manager: KVCacheManager) -> None:
+        """Makes the cache that the manager's block numbers stand for."""
+        self.model, self.manager, self.work = model, manager, Work()
+        self.cache = KVCache(model.config, manager.num_blocks, manager.block_size, model.dtype, model.device)
+        self.work.bytes_reserved = num_bytes(self.cache.keys, self.cache.values)
+
+    def run(self, scheduled: Sequence[tuple[TextSequence, int]]) -> Tensor:
+        """Runs the next tokens of some sequences in one pass.
+
+        Args:
+            scheduled: pairs (sequence, number of its tokens to compute now).
+
+        Returns:
+            Logits after the last computed token of each sequence, `[num_sequences, vocab_size]`.
+
+        Raises:
+            ValueError: the pool is full.
+        """
+        for sequence, count in scheduled:
+            if not self.manager.allocate_slots(sequence, count):
+                raise ValueError(
+                    f"{sequence.request_id} needs slots for {sequence.num_computed_tokens + count} tokens and "
+                    f"{self.manager.num_free_blocks} of {self.manager.num_blocks} blocks are free"
+                )
+        copies = self.manager.take_copies()
+        self.cache.copy_blocks(copies)
+        self.work.bytes_copied += len(copies) * num_bytes(self.cache.keys[:, 0], self.cache.values[:, 0])
+        metadata, input_ids, positions = self._tensors(scheduled)
+        attend = PagedAttention(self.cache, metadata, self.model.config.sliding_window)
+        hidden = self.model(input_ids, positions, attend)
+        for sequence, count in scheduled:
+            sequence.num_computed_tokens += count
+        self.work.steps += 1
+        self.work.tokens_computed += len(input_ids)
+        used = self.manager.fragmentation().used * self.work.bytes_reserved
+        self.work.bytes_used = max(self.work.bytes_used, used // (self.manager.num_blocks * self.manager.block_size))
+        return self.model.compute_logits(hidden[metadata.query_start_loc[1:] - 1])
+
+    def _tensors(self, scheduled: Sequence[tuple[TextSequence, int]]) -> tuple[AttentionMetadata, Tensor, Tensor]:
+        tables = [self.manager.get_block_ids(sequence) for sequence, _ in scheduled]
+        size, longest = self.manager.block_size, max(map(len, tables))
+        input_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for (sequence, count), table in zip(scheduled, tables, strict=True):
+            new = range(sequence.num_computed_tokens, sequence.num_computed_tokens + count)
+            input_ids += sequence.token_ids[new.start : new.stop]
+            positions += new
+            slots += [table[position // size] * size + position % size for position in new]
+            starts.append(starts[-1] + count)
+        device = self.model.device
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor(starts, device=device),
+            seq_lens=torch.tensor([s.num_computed_tokens + count for s, count in scheduled], device=device),
+            block_table=torch.tensor([table + [0] * (longest - len(table)) for table in tables], device=device),
+            slot_mapping=torch.tensor(slots, device=device),
+        )
+        return metadata, torch.tensor(input_ids, device=device), torch.tensor(positions, device=device)
+
+
+@torch.inference_mode()
+def generate_paged(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | Sequence[int],
+    manager: KVCacheManager,
+    pick: PickTokens = greedy,
+    chunk: int | None = None,
+) -> Generation:
+    """Continues every prompt; a sequence that has ended gives its blocks back at once.
+
+    Args:
+        model: the decoder.
+        prompts: token ids, one list per sequence.
+        max_tokens: tokens to put out, for all or one number per prompt.
+        manager: whose slots are used; its pool must hold all sequences.
+        pick: logits `[num_sequences, vocab_size]` to tokens.
+        chunk: most prompt tokens of a sequence per pass; None runs prompts whole. Sequences with short
+            prompts decode while others still read theirs.
+
+    Raises:
+        ValueError: a prompt that the model can't take, or a full pool.
+    """
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    sequences = []
+    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        check_prompt(list(prompt), model.config.vocab_size, model.rotary.num_positions)
+        sequences.append(TextSequence(f"R{index}", list(prompt), len(prompt), len(prompt) + limit))
+    runner = PagedSequences(model, manager)
+    try:
+        while active := [sequence for sequence in sequences if not sequence.done]:
+            due = [len(s.token_ids) - s.num_computed_tokens for s in active]
+            scheduled = [(s, min(count, chunk or count)) for s, count in zip(active, due, strict=True)]
+            tokens = pick(runner.run(scheduled)).tolist()
+            for (sequence, count), needed, token in zip(scheduled, due, tokens, strict=True):
+                if count == needed:
+                    sequence.token_ids.append(token)
+                if sequence.done:
+                    manager.free(sequence)
+    finally:
+        for sequence in sequences:
+            manager.free(sequence)
+    return Generation([s.output for s in sequences], ["length"] * len(sequences), runner.work)
+
+
+@torch.inference_mode()
+def sample_branches(
+    model: Decoder, prompt: Sequence[int], params: Sequence[SamplingParams], manager: KVCacheManager
+) -> tuple[list[list[int]], int]:
+    """Continues one prompt several times; the prompt is computed once and its blocks are shared.
+
+    Args:
+        model: the decoder.
+        prompt: token ids.
+        params: one per branch; `max_tokens` and `seed` must be given.
+        manager: whose slots are used.
+
+    Returns:
+        The tokens of each branch, and the largest number of blocks that were held at once.
+
+    Raises:
+        ValueError: the pool is full, or a prompt that the model can't take.
+    """
+    check_prompt(list(prompt), model.config.vocab_size, model.rotary.num_positions)
+    runner, sampler, peak = PagedSequences(model, manager), Sampler(), 0
+    branches = [
+        TextSequence(f"B{index}", list(prompt), len(prompt), len(prompt) + (p.max_tokens or 1))
+        for index, p in enumerate(params)
+    ]
+    seeds = [p.seed or 0 for p in params]
+    try:
+        logits = runner.run([(branches[0], len(prompt))]).expand(len(branches), -1)
+        for branch in branches[1:]:
+            branch.num_computed_tokens = len(prompt)
+            if not manager.fork(branches[0], branch):
+                raise ValueError(f"{branch.request_id} does not fit: {manager.num_free_blocks} blocks are free")
+        active = list(range(len(branches)))
+        while True:
+            drawn = [len(branches[i].output) for i in active]
+            tokens = sampler(logits, [params[i] for i in active], [seeds[i] for i in active], drawn)
+            for index, token in zip(active, tokens.tolist(), strict=True):
+                branches[index].token_ids.append(token)
+            peak = max(peak, manager.num_blocks - manager.num_free_blocks)
+            for branch in branches:
+                if branch.done:
+                    manager.free(branch)
+            active = [index for index in active if not branches[index].done]
+            if not active:
+                return [branch.output for branch in branches], peak
+            logits = runner.run([(branches[index], 1) for index in active])
+    finally:
+        for branch in branches:
+            manager.free(branch)
