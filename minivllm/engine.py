@@ -6,6 +6,7 @@ memory for keys and values allow.
 """
 
 import copy
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -17,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from minivllm.config import GIB, EngineConfig
+from minivllm.config import GIB, EngineConfig, is_int
 from minivllm.device import resolve_device, resolve_dtype
 from minivllm.lessons.naive import SlabCache, generate
 from minivllm.model.hub import resolve_model
@@ -60,7 +61,7 @@ class LLM:
         max_model_len: longest prompt + output, in tokens.
     """
 
-    def __init__(self, model: str = "smollm2-135m", **fields: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = "smollm2-135m", **fields: Any) -> None:
         """Loads a model.
 
         Args:
@@ -70,7 +71,7 @@ class LLM:
         Raises:
             ValueError: a bad option, an unknown or broken model, or a device that is not there.
         """
-        self.config = EngineConfig.from_fields(model=model, **fields)
+        self.config = EngineConfig.from_fields(model=os.fspath(model), **fields)
         device = resolve_device(self.config.device)
         folder = resolve_model(self.config.model)
         dtype = resolve_dtype(self.config.dtype, device, load_config(folder).dtype)
@@ -78,8 +79,9 @@ class LLM:
         self.max_model_len = self.model.rotary.num_positions
         self.tokenizer = load_tokenizer(resolve_model(self.config.tokenizer) if self.config.tokenizer else folder)
         self.eos_token_ids = read_eos_token_ids(folder, self.tokenizer)
-        self._request_numbers = count()
+        self._request_numbers, self._unseeded_numbers = count(), count()
         self._sampler = Sampler()
+        self._check_memory()
 
     def generate(
         self,
@@ -100,13 +102,15 @@ class LLM:
             One output per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: an empty or too long prompt, token ids out of the vocabulary, a wrong number of
-                sampling params, or a request that its memory could never hold.
+            ValueError: an empty or too long prompt, text that is no Unicode, token ids out of the vocabulary,
+                a wrong number of sampling params, or a request that the memory could never hold: prompt and
+                max_tokens (up to max_model_len) need more than kv_cache_memory_bytes. With max_tokens=None an
+                answer ends where the memory does. Also if the model's logits are not finite.
         """
         prompt_list = as_prompt_list(prompts)
         texts_and_ids = [split_prompt(prompt) for prompt in prompt_list]
         return self._run(
-            [(text, self.tokenizer.encode(text) if ids is None else ids) for text, ids in texts_and_ids],
+            [(text, self._encode(text or "") if ids is None else ids) for text, ids in texts_and_ids],
             sampling_params,
             use_tqdm,
         )
@@ -128,13 +132,15 @@ class LLM:
         Raises:
             ValueError: as in `generate`; no message; no chat template; a message of another form.
         """
-        if not messages:
-            raise ValueError("messages is empty: give at least one {'role': …, 'content': …}")
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise ValueError(
+                "messages must be a list of at least one {'role': …, 'content': …}, or a list of such lists"
+            )
         chats = [messages] if isinstance(messages[0], dict) else messages
         prompts = []
         for chat in chats:
-            text = render_chat(self.tokenizer, chat)  # type: ignore[arg-type]
-            prompts.append((text, self.tokenizer.encode(text, add_special_tokens=False)))
+            text = render_chat(self.tokenizer, chat)
+            prompts.append((text, self._encode(text, add_special_tokens=False)))
         return self._run(prompts, sampling_params, use_tqdm)
 
     def reconfigure(self, **fields: Any) -> "LLM":
@@ -144,16 +150,20 @@ class LLM:
             ValueError: a bad option, or one that would need other weights (model, tokenizer, device,
                 dtype, or a max_model_len beyond what was loaded).
         """
-        fixed = sorted(set(fields) & set(LOADED_WITH_WEIGHTS))
-        if fixed:
-            raise ValueError(f"{', '.join(fixed)} can't change on loaded weights: build a new LLM")
         other = copy.copy(self)
         other.config = EngineConfig.from_fields(**{**vars(self.config), **fields})
+        fixed = [name for name in LOADED_WITH_WEIGHTS if getattr(other.config, name) != getattr(self.config, name)]
+        rope_type = self.model.config.hf_config.rope_parameters.get("rope_type")
+        if rope_type == "longrope" and other.config.max_model_len != self.config.max_model_len:
+            fixed.append("max_model_len (with longrope it decides the rotation)")
+        if fixed:
+            raise ValueError(f"{', '.join(fixed)} can't change on loaded weights: build a new LLM")
         loaded = self.model.rotary.num_positions
         other.max_model_len = other.config.max_model_len or loaded
         if other.max_model_len > loaded:
             raise ValueError(f"max_model_len is {other.max_model_len}, but the model was loaded with {loaded}")
-        other._request_numbers = count()
+        other._request_numbers, other._unseeded_numbers = count(), count()
+        other._check_memory()
         return other
 
     @property
@@ -177,8 +187,8 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = _one_per_prompt(SamplingParams() if sampling_params is None else sampling_params, len(prompts))
-        for index, (_, ids) in enumerate(prompts):
-            self._check(index, ids)
+        for index, ((_, ids), p) in enumerate(zip(prompts, params, strict=True)):
+            self._check(index, ids, p.max_tokens)
         jobs = [self._job(text, ids, p) for (text, ids), p in zip(prompts, params, strict=True)]
         outputs = []
         with tqdm(total=len(jobs), desc="Requests", unit="req", disable=not use_tqdm) as bar:
@@ -186,14 +196,28 @@ class LLM:
                 outputs += self._run_batch(batch, bar)
         return outputs
 
-    def _check(self, index: int, ids: list[int]) -> None:
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError as error:  # the tokenizer's word for text that is no valid Unicode
+            raise ValueError(f"the text {text[:40]!r} is no valid Unicode and can't be tokenised") from error
+
+    def _check_memory(self) -> None:
+        if self.kv_cache_bytes < self.kv_bytes_per_token:
+            raise ValueError(
+                f"kv_cache_memory_bytes is {self.kv_cache_bytes}, and the keys and values of one token take "
+                f"{self.kv_bytes_per_token}"
+            )
+
+    def _check(self, index: int, ids: list[int], max_tokens: int | None) -> None:
         try:
             check_prompt(ids, self.model.config.vocab_size, self.max_model_len)
-            needed, available = len(ids) * self.kv_bytes_per_token, self.kv_cache_bytes
+            slots = min(self.max_model_len, len(ids) + (max_tokens or 1)) - 1
+            needed, available = slots * self.kv_bytes_per_token, self.kv_cache_bytes
             if needed > available:
                 raise ValueError(
-                    f"its {len(ids)} tokens need {needed} bytes of keys and values and there are {available}: "
-                    "raise kv_cache_memory_bytes"
+                    f"its {len(ids)} tokens and max_tokens {max_tokens} need {needed} bytes of keys and values and "
+                    f"there are {available}: raise kv_cache_memory_bytes or lower max_tokens"
                 )
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
@@ -202,7 +226,9 @@ class LLM:
         number = next(self._request_numbers)
         fitting = self.kv_cache_bytes // self.kv_bytes_per_token - len(ids) + 1
         room = min(self.max_model_len - len(ids), fitting)
-        seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
+        seed = params.seed
+        if seed is None:
+            seed = 0 if params.greedy else derive_seed(self.config.seed, next(self._unseeded_numbers))
         return _Job(number, text, ids, params, min(params.max_tokens or room, room), seed)
 
     def _batches(self, jobs: list[_Job]) -> Iterator[list[_Job]]:
@@ -252,18 +278,25 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder} has no tokenizer that can be read: {error}") from error
+    except Exception as error:  # a broken file raises one of a dozen unrelated types
+        raise ValueError(f"{folder} has no tokenizer that can be read: {error!r}") from error
 
 
 def read_eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """All tokens that end a text: those of generation_config.json, the config and the tokenizer."""
-    found: set[int] = set()
-    sources = [load_config(folder).eos_token_id, tokenizer.eos_token_id]
+    """All tokens that end a text: those of generation_config.json, the config and the tokenizer.
+
+    Raises:
+        ValueError: generation_config.json can't be read, or an id is no integer.
+    """
+    sources: list[Any] = [load_config(folder).eos_token_id, tokenizer.eos_token_id]
     if (folder / "generation_config.json").is_file():
-        sources.append(GenerationConfig.from_pretrained(folder).eos_token_id)
-    for source in sources:
-        found.update([source] if isinstance(source, int) else source or [])
+        try:
+            sources.append(GenerationConfig.from_pretrained(folder).eos_token_id)
+        except Exception as error:  # a broken file raises one of several unrelated types
+            raise ValueError(f"{folder / 'generation_config.json'} can't be read: {error!r}") from error
+    found = {one for source in sources for one in (source if isinstance(source, list) else [source])} - {None}
+    if not all(is_int(one) for one in found):
+        raise ValueError(f"{folder} names end-of-sequence tokens that are no ids: {sorted(map(str, found))}")
     return frozenset(found)
 
 
@@ -274,8 +307,8 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
         ValueError: no message, a message of another form, or a tokenizer without a chat template.
     """
     for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-            raise ValueError(f"a message is a dict with role and content, got {message!r}")
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError(f"a message is a dict with role and content, both strings, got {message!r}")
     if not messages:
         raise ValueError("a conversation is empty: give at least one {'role': …, 'content': …}")
     if not tokenizer.chat_template:
@@ -291,6 +324,8 @@ def _slab_len(batch: Sequence[_Job]) -> int:
 def _one_per_prompt(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
+    if not isinstance(params, (list, tuple)):
+        raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {type(params).__name__}")
     if len(params) != num_prompts:
         raise ValueError(f"there are {num_prompts} prompts and {len(params)} sampling params: give one or as many")
     for item in params:

@@ -4,12 +4,13 @@ Knows nothing of tensors or memory. Names and shapes are vLLM's. Everything is c
 so that no later stage has to ask whether a value makes sense.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Real
 from typing import Any, Literal, TypedDict
 
-from minivllm.config import check_int
+from minivllm.config import check_int, is_int
 
 FinishReason = Literal["stop", "length"]
 MAX_SEED = 2**64 - 1
@@ -101,14 +102,11 @@ class RequestOutput:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a finite int or float (not a bool)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-
-
-def is_int(value: Any) -> bool:
-    """Whether `value` is an integer of any kind (numpy's too) but not a bool."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    """Raises ValueError unless `value` is a finite real number (numpy's too, not a bool)."""
+    with contextlib.suppress(OverflowError):  # an integer beyond all floats
+        if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
+            return
+    raise ValueError(f"{name} must be a finite number, got {value!r}")
 
 
 def as_prompt_list(prompts: Any) -> list[Prompt]:
@@ -139,13 +137,13 @@ def split_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
         ValueError: the prompt has another form than `Prompt` allows.
     """
     if isinstance(prompt, dict):
-        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
-        if unknown or len(prompt) != 1:
+        kinds: dict[Any, Any] = {"prompt": str, "prompt_token_ids": (list, tuple)}
+        if len(prompt) != 1 or not isinstance(next(iter(prompt.values())), kinds.get(next(iter(prompt)), ())):
             raise ValueError(
-                "a prompt dict has exactly one of the keys 'prompt' and 'prompt_token_ids', "
-                f"got {sorted(map(str, prompt))}"
+                "a prompt dict is {'prompt': text} or {'prompt_token_ids': list of ids}, "
+                f"got { {key: type(value).__name__ for key, value in prompt.items()} }"
             )
-        prompt = prompt.get("prompt", prompt.get("prompt_token_ids"))
+        [prompt] = prompt.values()
     if isinstance(prompt, str):
         return prompt, None
     if isinstance(prompt, (list, tuple)):

@@ -43,8 +43,17 @@ class Sampler:
 
         Returns:
             Token ids, `[num_rows]`, int64, on the logits' device.
+
+        Raises:
+            ValueError: a row whose logits are NaN or infinite, or all minus infinity.
         """
-        token_ids = logits.argmax(dim=-1)
+        best, token_ids = logits.max(dim=-1)
+        broken = (~best.isfinite()).nonzero().flatten().tolist()
+        if broken:
+            raise ValueError(
+                f"the model's logits are NaN or infinite in row(s) {broken} of {len(logits)}: its weights are broken, "
+                "or its numbers overflow in float16 (take bfloat16 or float32)"
+            )
         rows = [row for row, p in enumerate(params) if not p.greedy]
         if not rows:
             return token_ids
@@ -58,10 +67,8 @@ class Sampler:
             scores[filtered] = keep_likeliest(scores[filtered], top_k, top_p)
         cumulated = scores.double().softmax(-1).cumsum(-1)
         uniform = philox_uniform([seeds[r] for r in rows], [output_indices[r] for r in rows])
-        total = cumulated[:, -1:]
-        target = torch.from_numpy(uniform).to(logits.device)[:, None] * total
-        # Rounding must not lift the target to the total: no token's sum exceeds that.
-        target = target.minimum(total.nextafter(torch.zeros_like(total)))
+        # At most (1 - 2**-53) x the total, which rounds to less than the total: some token's sum exceeds it.
+        target = torch.from_numpy(uniform).to(logits.device)[:, None] * cumulated[:, -1:]
         token_ids[rows] = torch.searchsorted(cumulated, target, right=True).squeeze(-1)
         return token_ids
 

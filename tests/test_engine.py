@@ -1,5 +1,9 @@
 """LLM: the public face. Outputs in input order, tokens as the oracle's, and nothing bad gets in."""
 
+import itertools
+import json
+import shutil
+
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -7,6 +11,9 @@ from transformers import PreTrainedTokenizerFast
 import minivllm
 from minivllm import LLM, EngineConfig, SamplingParams
 from minivllm.config import GIB
+from minivllm.engine import load_tokenizer, read_eos_token_ids
+from minivllm.lessons.naive import SlabCache, generate
+from minivllm.sampler import Sampler
 from tests.conftest import TINY, hf_generate, tiny_hf_model
 from tests.lessons.test_naive import random_prompts
 
@@ -63,6 +70,36 @@ def test_tokens_equal_transformers_in_input_order_for_any_batch_size(llm, max_nu
     assert tokens(outputs) == [hf_generate(reference, p, s.max_tokens) for p, s in zip(prompts, params, strict=True)]
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert all(output.outputs[0].finish_reason == "length" and output.finished for output in outputs)
+
+
+def test_a_batch_has_at_most_max_num_seqs_rows(llm, monkeypatch):
+    sizes = []
+    original = minivllm.engine.generate
+
+    def spy(model, prompts, *args, **kwargs):
+        sizes.append(len(prompts))
+        return original(model, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(minivllm.engine, "generate", spy)
+    run(llm.reconfigure(max_num_seqs=3), random_prompts([2] * 7))
+    assert sizes == [3, 3, 1]
+
+
+def test_every_token_of_an_answer_has_a_draw_of_its_own(llm):
+    """The tokens are those that Sampler takes with the request's seed and output indices 0, 1, 2, …"""
+    [prompt] = random_prompts([6])
+    params, seed, index = SamplingParams(temperature=1.5, seed=9, max_tokens=20, ignore_eos=True), 9, itertools.count()
+    expected = generate(
+        llm.model, [prompt], 20, SlabCache(64), pick=lambda logits: Sampler()(logits, [params], [seed], [next(index)])
+    )
+    assert tokens(run(llm, [prompt], params)) == expected.token_ids
+
+
+def test_a_request_without_a_seed_counts_only_its_like(llm):
+    free = SamplingParams(temperature=2.0, max_tokens=8, ignore_eos=True)
+    alone = tokens(run(llm.reconfigure(seed=1), [[7]], free))
+    mates = [GREEDY, SamplingParams(seed=3, max_tokens=8), free]
+    assert tokens(run(llm.reconfigure(seed=1), [[7], [7], [7]], mates))[2] == alone[0]
 
 
 def test_a_small_memory_makes_small_batches_and_the_same_tokens(llm, monkeypatch):
@@ -180,6 +217,9 @@ def test_without_a_seed_two_requests_differ_and_a_new_engine_repeats_them(llm):
         ([[5], [6]], [GREEDY], "2 prompts and 1 sampling params"),
         ([[5]], [{"temperature": 0}], "must be SamplingParams, got dict"),
         ([[5]], [], "1 prompts and 0 sampling params"),
+        ([[5]], 5, "must be SamplingParams or a list of them, got int"),
+        ([[5]], SamplingParams, "must be SamplingParams or a list of them, got type"),
+        ("w5 \ud800", GREEDY, r"'w5 \\ud800' is no valid Unicode"),
         (5, GREEDY, "got int"),
     ],
 )
@@ -197,17 +237,31 @@ def test_after_a_refusal_the_engine_goes_on(llm):
 
 def test_a_prompt_that_its_memory_could_never_hold_is_refused_with_the_bytes(llm):
     small = llm.reconfigure(kv_cache_memory_bytes=20 * KV_BYTES)
-    with pytest.raises(ValueError, match=f"prompt 0: its 21 tokens need {21 * KV_BYTES} bytes.* are {20 * KV_BYTES}"):
-        run(small, [[5] * 21])
+    for length, max_tokens in ((21, 1), (10, 12)):
+        message = (
+            f"prompt 0: its {length} tokens and max_tokens {max_tokens} need {21 * KV_BYTES} bytes.* {20 * KV_BYTES}"
+        )
+        with pytest.raises(ValueError, match=message):
+            run(small, [[5] * length], SamplingParams(temperature=0, max_tokens=max_tokens))
+    assert len(tokens(run(small, [[5] * 10], SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)))[0]) == 11
     # 18 slots for the prompt and the tokens after it; the last token of all is never read again.
     [output] = run(small, [[5] * 18], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 3 and output.outputs[0].finish_reason == "length"
 
 
+def test_memory_for_less_than_a_token_is_refused_at_once(llm, tiny_folder):
+    message = f"kv_cache_memory_bytes is {KV_BYTES - 1}, and the keys and values of one token take {KV_BYTES}"
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tiny_folder), dtype="float64", kv_cache_memory_bytes=KV_BYTES - 1)
+    with pytest.raises(ValueError, match=message):
+        llm.reconfigure(kv_cache_memory_bytes=KV_BYTES - 1)
+
+
 def test_reconfigure_keeps_weights_and_refuses_what_needs_others(llm):
     other = llm.reconfigure(max_num_seqs=2)
     assert other.model is llm.model and other.config.max_num_seqs == 2 and llm.config.max_num_seqs == 256
-    for field, value in {"model": "x", "tokenizer": "x", "device": "cpu", "dtype": "float32"}.items():
+    assert llm.reconfigure(**vars(llm.config)).model is llm.model
+    for field, value in {"model": "x", "tokenizer": "x", "device": "auto", "dtype": "float32"}.items():
         with pytest.raises(ValueError, match=f"{field} can't change on loaded weights"):
             llm.reconfigure(**{field: value})
     with pytest.raises(ValueError, match="max_model_len is 129, but the model was loaded with 128"):
@@ -219,10 +273,13 @@ def test_reconfigure_keeps_weights_and_refuses_what_needs_others(llm):
 def test_chat_without_a_template_or_with_bad_messages_is_refused(llm):
     with pytest.raises(ValueError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])
-    for messages in ([], [[]]):
-        with pytest.raises(ValueError, match="is empty"):
+    for messages in ([], None, "hi", {"role": "user", "content": "hi"}, iter([])):
+        with pytest.raises(ValueError, match="messages must be a list"):
             llm.chat(messages)
-    for messages in ([{"role": "user"}], [[{"content": "x"}]], [["hi"]]):
+    with pytest.raises(ValueError, match="a conversation is empty"):
+        llm.chat([[]])
+    bad = [{"role": "user", "content": None}, {"role": 1, "content": "x"}, {"role": "user", "content": ["x"]}]
+    for messages in ([{"role": "user"}], [[{"content": "x"}]], [["hi"]], *([message] for message in bad)):
         with pytest.raises(ValueError, match="a message is a dict with role and content"):
             llm.chat(messages)
 
@@ -260,6 +317,77 @@ def test_a_hub_model_that_cant_be_fetched_says_so(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="'nobody/nothing' is no folder here and can't be fetched from the hub"):
         LLM("nobody/nothing")
+
+
+@pytest.mark.parametrize("model", ["a" * 300, "a\0b"])
+def test_a_name_that_no_file_system_takes_is_an_unknown_model(model):
+    with pytest.raises(ValueError, match="unknown model"):
+        LLM(model)
+
+
+def test_a_path_object_is_a_model_too(tiny_folder):
+    assert LLM(tiny_folder, device="cpu").config.model == str(tiny_folder)
+
+
+def test_longrope_weights_keep_the_length_they_were_loaded_for(tiny_folder, tmp_path):
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope |= {"original_max_position_embeddings": 32, "factor": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    with pytest.raises(ValueError, match=r"max_model_len \(with longrope"):
+        LLM(str(tmp_path), device="cpu").reconfigure(max_model_len=32)
+
+
+@pytest.mark.parametrize(
+    ("config_eos", "generation_eos", "expected"),
+    [(2, None, {2}), (5, None, {2, 5}), ([5, 6], None, {2, 5, 6}), (None, [7, 8], {2, 7, 8}), (5, 9, {2, 5, 9})],
+)
+def test_every_end_of_sequence_token_that_is_named_counts(tiny_folder, tmp_path, config_eos, generation_eos, expected):
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": config_eos}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation_eos}))
+    assert read_eos_token_ids(tmp_path, load_tokenizer(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"eos_token_id": "x"}'])
+def test_a_broken_generation_config_is_told(tiny_folder, tmp_path, text):
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"generation_config\.json can't be read|are no ids"):
+        LLM(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["null", "[]", "{"])
+def test_a_broken_tokenizer_is_told(tiny_folder, tmp_path, name, text):
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="has no tokenizer that can be read"):
+        LLM(str(tmp_path), device="cpu")
+
+
+def test_a_beginning_of_sequence_token_comes_once(tiny_folder, tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = load_tokenizer(tiny_folder)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="w1 $A", special_tokens=[("w1", 1)])
+    tokenizer.chat_template = "w1 {% for m in messages %}{{ m['content'] }}{% endfor %}"
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    tokenizer.save_pretrained(tmp_path)
+    llm = LLM(str(tmp_path), device="cpu")
+    assert run(llm, "w5 w6")[0].prompt_token_ids == [1, 5, 6]
+    [answer] = llm.chat([{"role": "user", "content": "w5 w6"}], GREEDY, use_tqdm=False)
+    assert answer.prompt_token_ids == [1, 5, 6]
+
+
+def test_broken_weights_end_in_a_sentence(tiny_folder):
+    llm = LLM(str(tiny_folder), device="cpu", dtype="float32")
+    llm.model.norm.weight.fill_(torch.nan)
+    for params in (GREEDY, SamplingParams(temperature=1.0)):
+        with pytest.raises(ValueError, match="logits are NaN or infinite"):
+            run(llm, [[5], [6]], params)
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path):

@@ -16,6 +16,7 @@ from minivllm.request import as_prompt_list, check_prompt, split_prompt
         ("temperature", math.nan, "temperature must be a finite number, got nan"),
         ("temperature", math.inf, "temperature must be a finite number, got inf"),
         ("temperature", "hot", "temperature must be a finite number, got 'hot'"),
+        ("temperature", 10**400, "temperature must be a finite number"),
         ("temperature", True, "temperature must be a finite number, got True"),
         ("top_p", 0, "top_p must be above 0 and at most 1, got 0"),
         ("top_p", 1.1, "got 1.1"),
@@ -39,6 +40,7 @@ def test_sampling_params_refuse_by_field_and_value(field, value, message):
 
 def test_sampling_params_take_the_edges():
     SamplingParams(temperature=0, top_p=1, top_k=-1, seed=0, max_tokens=1)
+    SamplingParams(temperature=np.float32(0.5), top_p=np.float64(0.5), top_k=np.int64(3), max_tokens=np.int32(4))
     SamplingParams(temperature=100, top_p=1e-9, top_k=10**9, seed=2**64 - 1, max_tokens=None)
 
 
@@ -113,10 +115,13 @@ def test_a_prompt_is_text_or_tokens(prompt, expected):
         ([1, True], "got True at position 1"),
         ([1.0], "got 1.0 at position 0"),
         (None, "got NoneType"),
-        ({}, r"exactly one of the keys .*got \[\]"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "exactly one"),
-        ({"text": "a"}, r"got \['text'\]"),
-        ({"prompt": None}, "got NoneType"),
+        ({}, r"a prompt dict is .*got \{\}"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, r"got \{'prompt': 'str', 'prompt_token_ids': 'list'\}"),
+        ({"text": "a"}, r"got \{'text': 'str'\}"),
+        ({1: 2, "a": 3}, r"got \{1: 'int', 'a': 'int'\}"),
+        ({"prompt": None}, r"got \{'prompt': 'NoneType'\}"),
+        ({"prompt": [1, 2]}, r"got \{'prompt': 'list'\}"),
+        ({"prompt_token_ids": "a"}, r"got \{'prompt_token_ids': 'str'\}"),
     ],
 )
 def test_a_malformed_prompt_is_refused(prompt, message):

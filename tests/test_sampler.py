@@ -82,7 +82,8 @@ def test_top_k_keeps_k_and_is_off_at_0_and_from_the_vocabulary_up(top_k, expecte
 
 
 def test_top_k_among_equals_keeps_the_lowest_ids():
-    assert kept(top_k=2, logits=torch.zeros(4)) == [True, True, False, False]
+    for size in (4, 1000):
+        assert kept(top_k=2, logits=torch.zeros(size)) == [True, True] + [False] * (size - 2)
 
 
 def test_top_p_works_on_what_top_k_left():
@@ -134,6 +135,38 @@ def test_rows_of_a_mixed_batch_equal_the_rows_alone():
         assert together == alone
         back = sample(logits.flip(0), params[::-1], seeds[::-1], index)
         assert back[::-1] == together
+
+
+def test_all_64_bits_of_a_seed_count():
+    numbers = philox_uniform([0, 1, 1 << 32, 1 << 63, 2**64 - 1], [0] * 5)
+    assert len(set(numbers)) == 5
+    assert philox_uniform([0], [1 << 32])[0] != numbers[0]
+
+
+def test_derived_seeds_are_not_the_numbers_that_requests_draw():
+    draws = philox4x32(*(np.array([word], dtype=np.uint64) for word in (3, 0, 0, 0, 7, 0)))
+    assert derive_seed(7, 3) != (int(draws[0][0]) << 32) | int(draws[1][0])
+
+
+def test_top_p_that_is_reached_exactly_keeps_no_further_token():
+    assert kept(top_p=0.5, logits=torch.zeros(4)) == [True, True, False, False]
+    assert kept(top_p=0.75, logits=torch.zeros(4)) == [True, True, True, False]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_not_finite_are_refused_by_row(bad, temperature):
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    logits[1, :] = bad
+    with pytest.raises(ValueError, match=r"NaN or infinite in row\(s\) \[1\] of 3"):
+        sample(logits, [SamplingParams(temperature=temperature)] * 3)
+    logits[1, :] = 0
+    logits[1, 7] = bad
+    if bad == -torch.inf:
+        sample(logits, [SamplingParams(temperature=temperature)] * 3)
+    else:
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            sample(logits, [SamplingParams(temperature=temperature)] * 3)
 
 
 def test_no_draw_can_fall_behind_the_last_token(monkeypatch):

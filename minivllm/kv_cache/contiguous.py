@@ -98,6 +98,7 @@ class ContiguousKVCache(KVCacheManager):
         num_tokens = request.num_computed_tokens + num_new_tokens
         run = self._runs.get(request.request_id)
         if run and self.num_blocks_for(num_tokens) <= run.length:
+            self.emit("grow", request, num_tokens)
             return True
         length = self._reserved_blocks(num_tokens, request.max_num_tokens - 1)
         if run is None:
@@ -140,7 +141,7 @@ class ContiguousKVCache(KVCacheManager):
         run = self._runs.get(request.request_id)
         return list(range(run.start, run.end)) if run else []
 
-    def fragmentation(self, next_num_tokens: int | None = None) -> Fragmentation:
+    def fragmentation(self, waiting: KVRequest | None = None) -> Fragmentation:
         """A hole shorter than the next request's run is of no use to it: its slots are external waste."""
         size = self.block_size
         used = to_come = internal = 0
@@ -150,7 +151,7 @@ class ContiguousKVCache(KVCacheManager):
             here = min(slots, request.num_computed_tokens)
             ever = min(slots, max(here, request.max_num_tokens - 1))
             used, to_come, internal = used + here, to_come + ever - here, internal + slots - ever
-        needed = 0 if next_num_tokens is None else self._reserved_blocks(next_num_tokens, next_num_tokens)
+        needed = self._reserved_blocks(waiting.num_tokens, waiting.max_num_tokens - 1) if waiting else 0
         external = sum(run.length for run in self.free_runs.runs if run.length < needed)
         free = self.num_free_blocks - external
         return Fragmentation(used, to_come, internal, external * size, free * size)

@@ -2,7 +2,7 @@
 
 Two managers stand behind it, `PagedKVCache` and `ContiguousKVCache`. Both answer with block tables, so that
 the model runs on either without knowing which. Nothing here knows tensors; a request is whatever has the
-four numbers of `KVRequest`.
+name and the numbers of `KVRequest`.
 """
 
 from abc import ABC, abstractmethod
@@ -16,15 +16,19 @@ class KVRequest(Protocol):
 
     Attributes:
         request_id: its name.
-        num_computed_tokens: tokens whose keys and values are in the cache.
-        num_prompt_tokens: length of its prompt.
-        max_num_tokens: most tokens it can come to, prompt and answer.
+        num_tokens: its tokens so far, prompt and answer.
+        num_computed_tokens: those of them whose keys and values are in the cache.
+        max_num_tokens: most tokens it can come to, prompt and answer. The last of them needs no slot.
     """
 
-    request_id: str
-    num_computed_tokens: int
-    num_prompt_tokens: int
-    max_num_tokens: int
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def max_num_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,14 @@ class MemoryEvent:
     """Something that happened to a request's memory, for the recorder and the figures.
 
     Attributes:
-        kind: "allocate", "fork", "copy", "move" or "free".
+        step: the step in which it happened, as the manager was told it.
+        kind: "allocate" (more blocks), "grow" (room enough in its blocks), "fork", "copy", "move" or "free".
         request_id: whose memory.
         block_ids: its block table after it.
         num_tokens: tokens it will hold once its scheduled tokens are computed.
     """
 
+    step: int
     kind: str
     request_id: str
     block_ids: tuple[int, ...]
@@ -75,7 +81,13 @@ class MemoryEvent:
 
 
 class KVCacheManager(ABC):
-    """Hands out slots, in blocks of `block_size`."""
+    """Hands out slots, in blocks of `block_size`.
+
+    Attributes:
+        copies: block copies that the runner has still to make.
+        events: where events are recorded; None (the default) records nothing.
+        step: number of the current step, for the events; whoever drives the manager counts it.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if block_size < 1:
@@ -83,6 +95,7 @@ class KVCacheManager(ABC):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.copies = PendingCopies()
         self.events: list[MemoryEvent] | None = None
+        self.step = 0
 
     @abstractmethod
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -114,11 +127,11 @@ class KVCacheManager(ABC):
         """The block table: block `i` holds the tokens from i * block_size on. Empty if it has no slots."""
 
     @abstractmethod
-    def fragmentation(self, next_num_tokens: int | None = None) -> Fragmentation:
+    def fragmentation(self, waiting: KVRequest | None = None) -> Fragmentation:
         """What every slot is used for.
 
         Args:
-            next_num_tokens: tokens for which the next waiting request needs slots; None if nobody waits.
+            waiting: the next request that waits for memory; None if nobody waits.
         """
 
     @property
@@ -143,7 +156,7 @@ class KVCacheManager(ABC):
         """Records an event, if anybody listens."""
         if self.events is not None:
             table = tuple(self.get_block_ids(request))
-            self.events.append(MemoryEvent(kind, request.request_id, table, num_tokens))
+            self.events.append(MemoryEvent(self.step, kind, request.request_id, table, num_tokens))
 
 
 class PendingCopies:

@@ -47,8 +47,7 @@ class PagedKVCache(KVCacheManager):
             self.emit("copy", request, num_tokens)
         table.extend(taken)
         self._tables[request.request_id], self._requests[request.request_id] = table, request
-        if taken:
-            self.emit("allocate", request, num_tokens)
+        self.emit("allocate" if taken else "grow", request, num_tokens)
         return True
 
     def fork(self, parent: KVRequest, child: KVRequest) -> bool:
@@ -76,7 +75,7 @@ class PagedKVCache(KVCacheManager):
     def get_block_ids(self, request: KVRequest) -> list[int]:
         return [block.block_id for block in self._tables.get(request.request_id, [])]
 
-    def fragmentation(self, next_num_tokens: int | None = None) -> Fragmentation:
+    def fragmentation(self, waiting: KVRequest | None = None) -> Fragmentation:
         """Any free block fits anywhere, so nothing is lost between blocks: external is always 0."""
         size = self.block_size
         used, wanted = dict[int, int](), dict[int, int]()

@@ -35,7 +35,7 @@ def check_batch_at_ridge(answer: Callable[[ModelConfig, float], Any], config: Mo
     """Lesson 01: `answer(config, ridge)` is the smallest batch whose decode step, at an empty context and in
     two-byte numbers, reaches an arithmetic intensity of `ridge`."""
     cases = []
-    for ridge in (1.5, 8.0, 40.0):
+    for ridge in (1.5, 8.0, 40.0, 200.0):
         batch = 1
         while pass_cost(config, batch, 1, 0, 2).intensity < ridge:
             batch += 1
@@ -80,6 +80,26 @@ def check_batches(answer: Callable[[Sequence[int], int], Any]) -> bool:
                 f"not yet: answers of {lens} tokens cost {found} row-steps as you dealt; {best} is possible",
             )
     return _say(True, "right: no other deal computes fewer row-steps")
+
+
+def check_slot_of(answer: Callable[[Sequence[int], int, int], Any]) -> bool:
+    """Lesson 03: `answer(block_table, position, block_size)` is the slot of a token."""
+    cases = []
+    for table, position, size in (([6, 1, 3], 0, 4), ([6, 1, 3], 9, 4), ([2, 0], 16, 16), ([5], 0, 1)):
+        slot = table[position // size] * size + position % size
+        cases.append((f"position {position} of table {table}, blocks of {size}", (table, position, size), slot))
+    return _check(answer, cases)
+
+
+def check_blocks_for_branches(answer: Callable[[int, int, int, int], Any]) -> bool:
+    """Lesson 03: `answer(prompt_len, output_len, n, block_size)` is the largest number of blocks that `n`
+    branches of one prompt hold at once."""
+    cases = []
+    for prompt, output, n, size in ((44, 30, 4, 16), (32, 2, 3, 16), (5, 40, 1, 8), (48, 17, 8, 16), (3, 5, 4, 4)):
+        shared, alone = prompt // size, -(-(prompt + output - 1) // size)
+        what = f"{n} branches of {output} tokens after a prompt of {prompt}, blocks of {size}"
+        cases.append((what, (prompt, output, n, size), shared + n * (alone - shared)))
+    return _check(answer, cases)
 
 
 def _row_steps(lens: Sequence[int], groups: Iterable[Sequence[int]]) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minivllm.config import check_int
 from minivllm.model.attention import dense_attention
 from minivllm.model.decoder import Decoder
 from minivllm.request import FinishReason, check_prompt
@@ -119,6 +120,7 @@ class SlabCache:
     """Stage 2: per request one contiguous slab with room for `max_model_len` tokens, reserved at once."""
 
     def __init__(self, max_model_len: int) -> None:
+        check_int("max_model_len", max_model_len, minimum=1)
         self.max_model_len = max_model_len
 
     def start(self, model: Decoder, num_padding: Tensor, work: Work) -> None:
@@ -148,7 +150,7 @@ class PaddedBatch:
     """Prompts side by side, the newest token of each in the last column.
 
     Attributes:
-        input_ids: `[batch, longest]`; padding is token 0, which no real token sees.
+        input_ids: `[batch, longest]`; padding repeats the row's first token, and no real token sees it.
         positions: `[batch, longest]`; the first real token of a row has position 0 (padding too).
         num_padding: `[batch]`, padding columns at the left of each row.
     """
@@ -161,7 +163,7 @@ class PaddedBatch:
     def of(cls, prompts: Sequence[Sequence[int]], device: torch.device) -> "PaddedBatch":
         """Pads prompts on the left."""
         longest = max(len(prompt) for prompt in prompts)
-        rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        rows = [[prompt[0]] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         num_padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         positions = torch.arange(longest, device=device) - num_padding[:, None]
         return cls(torch.tensor(rows, device=device), positions.clamp(min=0), num_padding)
@@ -198,18 +200,25 @@ def generate(
         on_token: called with (row, token, finish reason or None) for every token put out.
 
     Raises:
-        ValueError: no prompt, an empty or too long one, ids out of the vocabulary, max_tokens below 1, or
-            a slab too short for the batch.
+        ValueError: no prompt, an empty one, one that comes with max_tokens to more than the model's length,
+            ids out of the vocabulary, max_tokens below 1, or a slab too short for the batch.
     """
-    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    limits = list(max_tokens) if isinstance(max_tokens, Sequence) else [max_tokens] * len(prompts)
     stops = [()] * len(prompts) if stop_token_ids is None else stop_token_ids
-    if not prompts or not len(prompts) == len(limits) == len(stops) or min(limits) < 1:
+    if not prompts or not len(prompts) == len(limits) == len(stops):
         raise ValueError(
-            f"give at least one prompt and for each of them max_tokens of at least 1: got {len(prompts)} "
-            f"prompt(s), max_tokens {max_tokens}, {len(stops)} collection(s) of stop tokens"
+            f"give at least one prompt, and one number of max_tokens and one collection of stop tokens for each: got "
+            f"{len(prompts)} prompt(s), {len(limits)} number(s), {len(stops)} collection(s)"
         )
-    for prompt in prompts:
-        check_prompt(list(prompt), model.config.vocab_size, model.rotary.num_positions)
+    longest = model.rotary.num_positions
+    for prompt, limit in zip(prompts, limits, strict=True):
+        check_prompt(list(prompt), model.config.vocab_size, longest)
+        check_int("max_tokens", limit, minimum=1)
+        if len(prompt) + limit > longest:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and max_tokens {limit} come to {len(prompt) + limit}, and the model "
+                f"can tell {longest} positions apart"
+            )
     work, outputs = Work(), [list[int]() for _ in prompts]
     reasons: list[FinishReason | None] = [None] * len(prompts)
     if cache is None:

@@ -30,6 +30,11 @@ class TextSequence:
     num_computed_tokens: int = field(default=0)
 
     @property
+    def num_tokens(self) -> int:
+        """Its tokens so far."""
+        return len(self.token_ids)
+
+    @property
     def output(self) -> list[int]:
         """The tokens after the prompt."""
         return self.token_ids[self.num_prompt_tokens :]
@@ -37,7 +42,7 @@ class TextSequence:
     @property
     def done(self) -> bool:
         """Whether it has come to its full length."""
-        return len(self.token_ids) >= self.max_num_tokens
+        return self.num_tokens >= self.max_num_tokens
 
 
 class PagedSequences:
@@ -127,7 +132,7 @@ def generate_paged(
     Raises:
         ValueError: a prompt that the model can't take, or a full pool.
     """
-    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    limits = list(max_tokens) if isinstance(max_tokens, Sequence) else [max_tokens] * len(prompts)
     sequences = []
     for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         check_prompt(list(prompt), model.config.vocab_size, model.rotary.num_positions)

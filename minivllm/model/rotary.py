@@ -15,6 +15,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+# 4 Mi positions: a table of a few GiB while it is made.
+MAX_POSITIONS = 2**22
+
 
 class RotaryEmbedding:
     """Tables of cos and sin for positions 0 to max_model_len - 1, and their application."""
@@ -33,6 +36,8 @@ class RotaryEmbedding:
         Raises:
             ValueError: unknown rope type, or one that rotates only a part of each head.
         """
+        if max_model_len > MAX_POSITIONS:
+            raise ValueError(f"{max_model_len} positions are more than {MAX_POSITIONS}: give a smaller max_model_len")
         frequencies, scale = rope_frequencies(config, max_model_len)
         if frequencies.shape[-1] * 2 != head_dim:
             raise ValueError(
@@ -80,20 +85,27 @@ def rope_frequencies(config: PreTrainedConfig, max_model_len: int) -> tuple[Tens
         factor.
 
     Raises:
-        ValueError: a rope type that transformers does not know.
+        ValueError: a rope type that transformers does not know, or parameters that give no frequencies.
     """
     rope_type = config.rope_parameters.get("rope_type", "default")
     if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
         raise ValueError(f"unknown rope_type {rope_type!r}; transformers has default, {', '.join(ROPE_INIT_FUNCTIONS)}")
-    with _InFloat64():
-        if rope_type == "default":
-            return _default_frequencies(config), 1.0
-        seq_len: Any = None
-        if rope_type == "dynamic":
-            seq_len = torch.arange(1, max_model_len + 1)[:, None]
-        elif rope_type == "longrope":
-            seq_len = max_model_len
-        return ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=seq_len)
+    seq_len: Any = None
+    if rope_type == "dynamic":
+        seq_len = torch.arange(1, max_model_len + 1)[:, None]
+    elif rope_type == "longrope":
+        seq_len = max_model_len
+    try:
+        with _InFloat64():
+            if rope_type == "default":
+                frequencies, scale = _default_frequencies(config), 1.0
+            else:
+                frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=seq_len)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"rope_parameters {config.rope_parameters} give no frequencies: {error!r}") from error
+    if not frequencies.isfinite().all():
+        raise ValueError(f"rope_parameters {config.rope_parameters} give frequencies that are not finite")
+    return frequencies, scale
 
 
 def _default_frequencies(config: Any) -> Tensor:

@@ -33,8 +33,8 @@ def load_config(folder: Path) -> PreTrainedConfig:
         raise ValueError(f"{folder} has no config.json: it is not a model folder in Hugging Face format")
     try:
         return AutoConfig.from_pretrained(folder)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / 'config.json'} can't be read: {error}") from error
+    except Exception as error:  # a wrong field raises one of a dozen unrelated types
+        raise ValueError(f"{folder / 'config.json'} can't be read: {error!r}") from error
 
 
 def load_decoder(folder: Path, device: torch.device, dtype: torch.dtype, max_model_len: int | None = None) -> Decoder:
@@ -140,9 +140,11 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     if index_file.is_file():
         try:
             weight_map: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            names = sorted(set(weight_map.values()))
+            if not names or any(name != Path(name).name for name in names):
+                raise ValueError("weight_map must name files of this folder")
+        except (AttributeError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{index_file} is broken: {error!r}") from error
-        names = sorted(set(weight_map.values()))
     else:
         weight_map, names = {}, sorted(path.name for path in folder.glob("*.safetensors"))
         if len(names) > 1:
@@ -151,7 +153,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"{folder} has no *.safetensors file (other formats are not read)")
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"{folder} lacks {_some(missing)}, which its index names: the download is incomplete")
+        raise ValueError(f"{folder} lacks {_some(missing)}: the download is incomplete")
     for file_name in names:
         try:
             with safe_open(folder / file_name, framework="pt") as file:

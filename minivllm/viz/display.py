@@ -43,7 +43,7 @@ def show(fig: Figure, alt: str, measured: bool = False) -> None:
 
 
 def digest(fig: Figure, values: bool = True) -> str:
-    """What a figure shows, in text: titles, labels, and its lines, bars and areas.
+    """What a figure shows, in text: titles, labels, and its lines, bars, areas and images.
 
     Args:
         fig: the figure.
@@ -69,10 +69,14 @@ def _series(ax: Axes, values: bool) -> list[str]:
         if not str(line.get_label()).startswith("_"):
             found.append(_one("line", line.get_label(), np.asarray(line.get_ydata()).tolist(), values))
     for container in ax.containers:
-        if isinstance(container, BarContainer):
+        if isinstance(container, BarContainer) and not str(container.get_label()).startswith("_"):
             upright = container.orientation == "vertical"
             sizes = [bar.get_height() if upright else bar.get_width() for bar in container.patches]
             found.append(_one("bars", container.get_label(), sizes, values))
+    for image in ax.get_images():
+        pixels = np.asarray(image.get_array())
+        shape = " x ".join(map(str, pixels.shape[:2]))
+        found.append(f"image {image.get_label()!r} {shape}" + (f", mean {pixels.mean():.3g}" if values else ""))
     for area in ax.collections:
         if isinstance(area, PolyCollection) and not str(area.get_label()).startswith("_"):
             found.append(_one("area", area.get_label(), [], values))

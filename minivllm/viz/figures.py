@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from minivllm.viz.style import FAINT, INK, PALETTE, request_color, styled
 
@@ -172,7 +173,7 @@ def roofline(bytes_per_s: float, flops_per_s: float, points: Mapping[str, tuple[
         ax.loglog(xs, [min(x * bytes_per_s, flops_per_s) / 1e9 for x in xs], color=INK, label="roof of this machine")
         ax.axvline(ridge, color=FAINT, label="_ridge")
         ax.annotate(
-            f"ridge: {ridge:.0f} flop/byte",
+            f"ridge: {ridge:.1f} flop/byte",
             (ridge, flops_per_s / 1e9),
             xytext=(4, 6),
             textcoords="offset points",
@@ -180,5 +181,9 @@ def roofline(bytes_per_s: float, flops_per_s: float, points: Mapping[str, tuple[
         for index, (name, (x, y)) in enumerate(points.items()):
             ax.plot(x, y / 1e9, "os^Dv"[index % 5], color=PALETTE[index], markersize=8, label=name)
         ax.set(title=title, xlabel="arithmetic intensity (flop per byte moved)", ylabel="Gflop/s")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+        ax.minorticks_off()
         ax.legend(loc="lower right")
         return fig

@@ -14,7 +14,7 @@ class Fake:
     """A request that only memory sees."""
 
     request_id: str
-    num_prompt_tokens: int = 0
+    num_tokens: int = 0
     num_computed_tokens: int = 0
     max_num_tokens: int = 10**6
 
@@ -171,7 +171,7 @@ def test_only_block_tails_are_waste():
     grow(cache, a, 20)
     # 23 slots will ever be used, for the 24th token is not read again.
     assert cache.fragmentation() == Fragmentation(used=20, to_come=3, internal=9, external=0, free=32)
-    assert cache.fragmentation(next_num_tokens=1000).external == 0
+    assert cache.fragmentation(Fake("next", 1000, max_num_tokens=1001)).external == 0
 
 
 def test_shared_slots_count_once():
@@ -188,14 +188,14 @@ def test_shared_slots_count_once():
 @pytest.mark.parametrize(("reservation", "blocks"), [("max", 16), ("pow2", 4), ("exact", 3)])
 def test_a_run_is_as_long_as_the_policy_says(reservation, blocks):
     cache = contiguous(32, reservation)
-    a = Fake("a", num_prompt_tokens=40, max_num_tokens=48)
+    a = Fake("a", num_tokens=40, max_num_tokens=48)
     assert grow(cache, a, 40)
     assert cache.get_block_ids(a) == list(range(blocks))
     cache.check()
 
 
 def test_exact_reserves_what_is_read_again_and_no_block_more():
-    cache, a = contiguous(3), Fake("a", num_prompt_tokens=16, max_num_tokens=33)
+    cache, a = contiguous(3), Fake("a", num_tokens=16, max_num_tokens=33)
     assert grow(cache, a, 16)
     assert cache.get_block_ids(a) == [0, 1]  # 16 + 17 - 1 slots
 
@@ -220,15 +220,15 @@ def test_free_blocks_in_holes_too_short_for_the_next_request_are_external_waste(
         grow(cache, request, 32)
     cache.free(requests[0])
     cache.free(requests[2])
-    assert cache.fragmentation(next_num_tokens=33) == Fragmentation(64, 0, 0, 64, 0)
-    assert cache.fragmentation(next_num_tokens=32) == Fragmentation(64, 0, 0, 0, 64)
+    assert cache.fragmentation(Fake("next", 33, max_num_tokens=34)) == Fragmentation(64, 0, 0, 64, 0)
+    assert cache.fragmentation(Fake("next", 32, max_num_tokens=33)) == Fragmentation(64, 0, 0, 0, 64)
     assert cache.fragmentation() == Fragmentation(64, 0, 0, 0, 64)
     cache.free(requests[1])  # the three holes become one
-    assert cache.fragmentation(next_num_tokens=96) == Fragmentation(32, 0, 0, 0, 96)
+    assert cache.fragmentation(Fake("next", 96, max_num_tokens=97)) == Fragmentation(32, 0, 0, 0, 96)
 
 
 def test_reserving_the_maximum_wastes_what_the_request_never_comes_to():
-    cache, a = contiguous(16, "max"), Fake("a", num_prompt_tokens=20, max_num_tokens=31)
+    cache, a = contiguous(16, "max"), Fake("a", num_tokens=20, max_num_tokens=31)
     grow(cache, a, 20)
     assert cache.fragmentation() == Fragmentation(used=20, to_come=10, internal=226, external=0, free=0)
 
@@ -338,9 +338,9 @@ def test_events_tell_what_happened_if_anybody_listens(make):
     cache.free(a)
     cache.events, a.num_computed_tokens = [], 0
     grow(cache, a, 6)
-    table = tuple(cache.get_block_ids(a))
+    table, cache.step = tuple(cache.get_block_ids(a)), 7
     cache.free(a)
-    assert cache.events == [MemoryEvent("allocate", "a", table, 6), MemoryEvent("free", "a", (), 0)]
+    assert cache.events == [MemoryEvent(0, "allocate", "a", table, 6), MemoryEvent(7, "free", "a", (), 0)]
 
 
 @pytest.mark.parametrize("make", [lambda: PagedKVCache(8, 4), lambda: contiguous(8, block_size=4)])

@@ -28,7 +28,7 @@ class Life:
     """A request and the names of the tokens that it has computed."""
 
     request_id: str
-    num_prompt_tokens: int
+    num_tokens: int
     max_num_tokens: int
     num_computed_tokens: int
     names: list
@@ -97,7 +97,7 @@ class Memory:
 
     def check(self):
         self.manager.check()
-        report = self.manager.fragmentation(next_num_tokens=17)
+        report = self.manager.fragmentation(Life("next", 17, 18, 0, []))
         assert report.total == len(self.slots) and min(vars(report).values()) >= 0
         if isinstance(self.manager, PagedKVCache):
             assert report.external == 0

@@ -6,7 +6,16 @@ import random
 import pytest
 import torch
 
-from minivllm.lessons.naive import ConcatCache, SlabCache, Work, cached_steps, generate, greedy, peak_tokens
+from minivllm.lessons.naive import (
+    ConcatCache,
+    PaddedBatch,
+    SlabCache,
+    Work,
+    cached_steps,
+    generate,
+    greedy,
+    peak_tokens,
+)
 from tests.conftest import TINY, hf_generate
 
 STAGES = {"no cache": lambda: None, "concat cache": ConcatCache, "slab cache": lambda: SlabCache(128)}
@@ -47,6 +56,7 @@ def test_every_row_of_a_batch_gives_transformers_tokens_in_any_order(tiny_llama,
     [
         ("Mistral", {"sliding_window": 6}),
         ("Qwen2", {"tie_word_embeddings": True}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
         ("Qwen3", {"head_dim": 12}),
         ("Llama", {"num_key_value_heads": 3, "attention_bias": True}),
         ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 3.0}}),
@@ -85,6 +95,22 @@ def test_a_row_that_ended_at_the_models_length_does_not_stop_the_others(tiny_lla
     cache = SlabCache(200) if make_cache() is not None and isinstance(make_cache(), SlabCache) else make_cache()
     result = generate(decoder, prompts, [8, 60], cache)
     assert result.token_ids == [hf_generate(reference, prompts[0], 8), hf_generate(reference, prompts[1], 60)]
+
+
+def test_the_first_real_token_of_every_row_has_position_0():
+    batch = PaddedBatch.of([[7, 8, 9], [4]], torch.device("cpu"))
+    assert batch.input_ids.tolist() == [[7, 8, 9], [4, 4, 4]]
+    assert batch.positions.tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert batch.num_padding.tolist() == [0, 2]
+
+
+@stages
+def test_a_broken_token_that_a_row_does_not_use_does_not_reach_it(tiny_pair, make_cache):
+    _, decoder = tiny_pair()
+    prompts = [[5, 6], [9, 8, 7, 6, 5]]
+    expected = generate(decoder, prompts, 4, make_cache()).token_ids
+    decoder.embed_tokens.weight[0] = torch.nan
+    assert generate(decoder, prompts, 4, make_cache()).token_ids == expected
 
 
 def test_unused_slots_may_hold_anything(tiny_llama, monkeypatch):
@@ -150,8 +176,11 @@ def test_peak_tokens_counts_rows_until_they_end():
         ([], 4, r"at least one prompt.*got 0 prompt\(s\)"),
         ([[]], 4, r"the prompt is empty \(0 tokens\)"),
         ([[1], [2]], [4], "got 2 prompt"),
-        ([[1]], 0, "max_tokens 0"),
-        ([[1]], -3, "max_tokens -3"),
+        ([[1]], 0, "max_tokens must be at least 1, got 0"),
+        ([[1]], -3, "max_tokens must be at least 1, got -3"),
+        ([[1]], 2.0, "max_tokens must be an integer, got 2.0"),
+        ([[1]], True, "max_tokens must be an integer, got True"),
+        ([[1] * 120], 9, "come to 129, and the model can tell 128 positions apart"),
         ([[97]], 4, r"token id 97 at position 0 is out of the vocabulary of 97 \(0 to 96\)"),
         ([[5, -1]], 4, "token id -1 at position 1"),
         ([[1] * 128], 4, "has 128 tokens and max_model_len is 128"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minivllm.model.attention import dense_attention
+from minivllm.model.decoder import RMSNorm
 from tests.conftest import TINY
 
 VARIANTS = {
@@ -40,6 +41,15 @@ def test_logits_equal_transformers(tiny_pair, family, changes):
         found = decoder.compute_logits(decoder(ids, torch.arange(40).expand(3, 40), attend))
     # transformers computes norms and RoPE in float32 even in a float64 model.
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+def test_a_norm_of_bf16_values_is_computed_in_float32():
+    norm = RMSNorm(576, 1e-5)
+    x = torch.randn(50, 576, generator=torch.Generator().manual_seed(0)).bfloat16()
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    norm.weight.data = norm.weight.data.bfloat16()
+    assert (norm(x) == exact.bfloat16()).float().mean() > 0.999
 
 
 def test_a_padding_column_is_seen_by_nobody_and_is_never_nan():

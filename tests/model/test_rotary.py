@@ -93,6 +93,14 @@ def test_rotation_of_bf16_heads_is_exact_beyond_position_256():
     assert rotated[0, 0, 0].item() == pytest.approx(math.cos(257), abs=4e-3)
 
 
+def test_rotation_of_bf16_heads_is_rounded_once():
+    rotary = RotaryEmbedding(llama(), HEAD_DIM, 8192)
+    x = torch.randn(200, 3, HEAD_DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    positions = torch.arange(200) * 40
+    exact = RotaryEmbedding(llama(), HEAD_DIM, 8192, torch.float64)(x.double(), positions)
+    assert (rotary(x, positions) == exact.bfloat16()).float().mean() > 0.999
+
+
 def test_linear_scaling_divides_the_angle_by_the_factor():
     frequencies, scale = rope_frequencies(llama("linear", factor=4.0), 8192)
     torch.testing.assert_close(frequencies, plain_frequencies() / 4, rtol=1e-12, atol=0)

@@ -164,6 +164,54 @@ def test_another_architecture_is_refused_by_name(tmp_path):
         load(folder)
 
 
+LIES = {
+    "a word for a number": {"vocab_size": "97"},
+    "no number": {"vocab_size": None},
+    "nothing": {"hidden_size": 0},
+    "less than nothing": {"num_attention_heads": -6},
+    "no KV heads": {"num_key_value_heads": -2},
+    "a head that is not whole": {"head_dim": 8.5},
+    "heads that do not divide": {"num_attention_heads": 5},
+    "no positions": {"max_position_embeddings": 1},
+    "too many positions": {"max_position_embeddings": 10**12},
+    "an unknown activation": {"hidden_act": "nope"},
+    "no activation": {"hidden_act": None},
+    "a negative eps": {"rms_norm_eps": -1.0},
+    "no eps": {"rms_norm_eps": None},
+    "a type that is none": {"dtype": "wat"},
+    "an architecture that is none": {"architectures": [5]},
+    "an architecture that is no list": {"architectures": "GemmaForCausalLM"},
+    "an architecture of another type": {"architectures": ["MistralForCausalLM"]},
+    "a rope that is none": {"rope_parameters": "x"},
+    "a rope without a base": {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    "a rope with a base of 0": {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+    "a rope without a factor": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+    "a rope with an endless factor": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 1e400}},
+}
+
+
+@pytest.mark.parametrize("changes", LIES.values(), ids=LIES.keys())
+def test_a_config_that_can_not_be_is_a_value_error(tmp_path, changes):
+    folder = save(tmp_path)
+    edit_config(folder, **changes)
+    with pytest.raises(ValueError, match=r"\w+ \w+"):
+        load(folder)
+
+
+def test_llama_has_no_window_whatever_its_config_says(tmp_path):
+    folder = save(tmp_path)
+    edit_config(folder, sliding_window=4, layer_types=["sliding_attention"] * 2)
+    assert load(folder).config.sliding_window == (None, None)
+
+
+@pytest.mark.parametrize("weight_map", [[], None, "x", {"a": 5}, {"a": "../x.safetensors"}, {}])
+def test_an_index_that_names_no_files_of_its_folder_is_broken(tmp_path, weight_map):
+    folder, _ = sharded(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"index\.json is broken"):
+        load(folder)
+
+
 def test_a_quantized_checkpoint_is_refused(tmp_path):
     folder = save(tmp_path)
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
