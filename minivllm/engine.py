@@ -10,15 +10,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from minivllm.config import GIB, EngineConfig, is_int
+from minivllm.config import GIB, EngineConfig
 from minivllm.device import resolve_device, resolve_dtype
 from minivllm.lessons.naive import SlabCache, generate
 from minivllm.model.hub import resolve_model
@@ -34,8 +32,8 @@ from minivllm.request import (
     split_prompt,
 )
 from minivllm.sampler import Sampler, derive_seed
+from minivllm.tokenizer import Message, encode, load_tokenizer, read_eos_token_ids, render_chat
 
-Message = dict[str, str]
 LOADED_WITH_WEIGHTS = ("model", "tokenizer", "device", "dtype")
 
 
@@ -110,7 +108,7 @@ class LLM:
         prompt_list = as_prompt_list(prompts)
         texts_and_ids = [split_prompt(prompt) for prompt in prompt_list]
         return self._run(
-            [(text, self._encode(text or "") if ids is None else ids) for text, ids in texts_and_ids],
+            [(text, encode(self.tokenizer, text or "") if ids is None else ids) for text, ids in texts_and_ids],
             sampling_params,
             use_tqdm,
         )
@@ -140,7 +138,7 @@ class LLM:
         prompts = []
         for chat in chats:
             text = render_chat(self.tokenizer, chat)
-            prompts.append((text, self._encode(text, add_special_tokens=False)))
+            prompts.append((text, encode(self.tokenizer, text, add_special_tokens=False)))
         return self._run(prompts, sampling_params, use_tqdm)
 
     def reconfigure(self, **fields: Any) -> "LLM":
@@ -195,12 +193,6 @@ class LLM:
             for batch in self._batches(jobs):
                 outputs += self._run_batch(batch, bar)
         return outputs
-
-    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError as error:  # the tokenizer's word for text that is no valid Unicode
-            raise ValueError(f"the text {text[:40]!r} is no valid Unicode and can't be tokenised") from error
 
     def _check_memory(self) -> None:
         if self.kv_cache_bytes < self.kv_bytes_per_token:
@@ -268,52 +260,6 @@ class LLM:
             completion = CompletionOutput(0, text, ids, reason)
             outputs.append(RequestOutput(str(job.number), job.prompt, job.token_ids, [completion], True))
         return outputs
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Reads the tokenizer of a model folder.
-
-    Raises:
-        ValueError: there is none, or it can't be read.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # a broken file raises one of a dozen unrelated types
-        raise ValueError(f"{folder} has no tokenizer that can be read: {error!r}") from error
-
-
-def read_eos_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """All tokens that end a text: those of generation_config.json, the config and the tokenizer.
-
-    Raises:
-        ValueError: generation_config.json can't be read, or an id is no integer.
-    """
-    sources: list[Any] = [load_config(folder).eos_token_id, tokenizer.eos_token_id]
-    if (folder / "generation_config.json").is_file():
-        try:
-            sources.append(GenerationConfig.from_pretrained(folder).eos_token_id)
-        except Exception as error:  # a broken file raises one of several unrelated types
-            raise ValueError(f"{folder / 'generation_config.json'} can't be read: {error!r}") from error
-    found = {one for source in sources for one in (source if isinstance(source, list) else [source])} - {None}
-    if not all(is_int(one) for one in found):
-        raise ValueError(f"{folder} names end-of-sequence tokens that are no ids: {sorted(map(str, found))}")
-    return frozenset(found)
-
-
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """A conversation as the text the model was trained on, up to where the assistant's answer begins.
-
-    Raises:
-        ValueError: no message, a message of another form, or a tokenizer without a chat template.
-    """
-    for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f"a message is a dict with role and content, both strings, got {message!r}")
-    if not messages:
-        raise ValueError("a conversation is empty: give at least one {'role': …, 'content': …}")
-    if not tokenizer.chat_template:
-        raise ValueError("the model's tokenizer has no chat template: use generate() with a prompt of your own")
-    return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)  # type: ignore
 
 
 def _slab_len(batch: Sequence[_Job]) -> int:

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 import minivllm
 from minivllm import LLM, EngineConfig, SamplingParams
 from minivllm.config import GIB
-from minivllm.engine import load_tokenizer, read_eos_token_ids
 from minivllm.lessons.naive import SlabCache, generate
 from minivllm.sampler import Sampler
+from minivllm.tokenizer import load_tokenizer, read_eos_token_ids
 from tests.conftest import TINY, hf_generate, tiny_hf_model
 from tests.lessons.test_naive import random_prompts
 
@@ -39,6 +39,19 @@ def tiny_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(tiny_folder):
     return LLM(str(tiny_folder), dtype="float64", device="cpu")
+
+
+@pytest.fixture
+def batch_sizes(monkeypatch):
+    """The number of rows of every batch that runs."""
+    sizes, original = [], minivllm.engine.generate
+
+    def spy(model, prompts, *args, **kwargs):
+        sizes.append(len(prompts))
+        return original(model, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(minivllm.engine, "generate", spy)
+    return sizes
 
 
 def run(llm, prompts, params=GREEDY):
@@ -72,17 +85,9 @@ def test_tokens_equal_transformers_in_input_order_for_any_batch_size(llm, max_nu
     assert all(output.outputs[0].finish_reason == "length" and output.finished for output in outputs)
 
 
-def test_a_batch_has_at_most_max_num_seqs_rows(llm, monkeypatch):
-    sizes = []
-    original = minivllm.engine.generate
-
-    def spy(model, prompts, *args, **kwargs):
-        sizes.append(len(prompts))
-        return original(model, prompts, *args, **kwargs)
-
-    monkeypatch.setattr(minivllm.engine, "generate", spy)
+def test_a_batch_has_at_most_max_num_seqs_rows(llm, batch_sizes):
     run(llm.reconfigure(max_num_seqs=3), random_prompts([2] * 7))
-    assert sizes == [3, 3, 1]
+    assert batch_sizes == [3, 3, 1]
 
 
 def test_every_token_of_an_answer_has_a_draw_of_its_own(llm):
@@ -102,21 +107,13 @@ def test_a_request_without_a_seed_counts_only_its_like(llm):
     assert tokens(run(llm.reconfigure(seed=1), [[7], [7], [7]], mates))[2] == alone[0]
 
 
-def test_a_small_memory_makes_small_batches_and_the_same_tokens(llm, monkeypatch):
+def test_a_small_memory_makes_small_batches_and_the_same_tokens(llm, batch_sizes):
     prompts = random_prompts([9, 1, 30, 16])
-    sizes = []
-    original = minivllm.engine.generate
-
-    def spy(model, prompts, *args, **kwargs):
-        sizes.append(len(prompts))
-        return original(model, prompts, *args, **kwargs)
-
-    monkeypatch.setattr(minivllm.engine, "generate", spy)
     expected = tokens(run(llm, prompts))
     # 9 and 1 need 2 x (9 + 12 - 1) = 40 slots; with the 30 it would be 3 x 41; 30 and 16 need 2 x 41.
     small = llm.reconfigure(kv_cache_memory_bytes=82 * KV_BYTES)
     assert tokens(run(small, prompts)) == expected
-    assert sizes == [4, 2, 2]
+    assert batch_sizes == [4, 2, 2]
 
 
 def test_text_prompts_are_tokenised_and_answers_are_text(llm):

@@ -16,12 +16,14 @@ class KVCacheBlock:
     Attributes:
         block_id: its place in the pool, 0 to num_blocks - 1.
         ref_cnt: how many block tables name it; 0 means free.
+        block_hash: the key under which its content can be found again; None while it has none.
         prev_free: the block before it in the free queue.
         next_free: the block behind it in the free queue.
     """
 
     block_id: int
     ref_cnt: int = 0
+    block_hash: bytes | None = None
     prev_free: "KVCacheBlock | None" = field(default=None, repr=False)
     next_free: "KVCacheBlock | None" = field(default=None, repr=False)
 

@@ -68,8 +68,8 @@ class FreeRuns:
 
 
 class ContiguousKVCache(KVCacheManager):
-    """Reserves a run at admission: for the longest text ("max"), for the next power of two ("pow2"), or for
-    exactly what the request may come to ("exact")."""
+    """Reserves a run at admission: for the longest text ("max"), for the next power of two, in blocks and up to
+    the longest text ("pow2"; grown by doubling), or for exactly what the request may come to ("exact")."""
 
     def __init__(self, num_blocks: int, block_size: int, max_model_len: int, reservation: Reservation) -> None:
         """Makes an empty cache.
@@ -97,6 +97,7 @@ class ContiguousKVCache(KVCacheManager):
     def allocate_slots(self, request: KVRequest, num_new_tokens: int) -> bool:
         num_tokens = request.num_computed_tokens + num_new_tokens
         run = self._runs.get(request.request_id)
+        self.check_call(request, num_new_tokens, run is not None)
         if run and self.num_blocks_for(num_tokens) <= run.length:
             self.emit("grow", request, num_tokens)
             return True
@@ -174,11 +175,10 @@ class ContiguousKVCache(KVCacheManager):
         if new is None:
             self.free_runs.remove(run)
             return False
-        indices = range(self.num_blocks_for(request.num_computed_tokens)) if new.start != run.start else range(0)
-        # The runs may overlap: to the left the first block goes first, to the right the last one.
-        for index in indices if new.start < run.start else reversed(indices):
-            self.copies.record(run.start + index, new.start + index)
-        self.copies.drop(block for block in range(run.start, run.end) if not new.start <= block < new.end)
+        if new.start != run.start:
+            # The first fit overlaps the old place only to its left, so the first block can go first.
+            for index in range(self.num_blocks_for(request.num_computed_tokens)):
+                self.copies.record(run.start + index, new.start + index)
         self._runs[request.request_id] = new
         self.emit("move" if new.start != run.start else "allocate", request, num_tokens)
         return True
@@ -189,5 +189,6 @@ class ContiguousKVCache(KVCacheManager):
             return self.num_blocks_for(max(num_tokens, self.max_model_len))
         if self.reservation == "exact":
             return self.num_blocks_for(max(num_tokens, max_num_tokens))
-        power = 1 << max(0, num_tokens - 1).bit_length()
-        return self.num_blocks_for(max(num_tokens, min(power, self.max_model_len)))
+        needed = self.num_blocks_for(num_tokens)
+        power = 1 << (needed - 1).bit_length()
+        return max(needed, min(power, self.num_blocks_for(self.max_model_len)))

@@ -99,7 +99,7 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a request that comes to `num_tokens` fits into the pool when nobody else is there."""
+        """Whether a request that needs `num_tokens` slots fits into the pool when nobody else is there."""
 
     @abstractmethod
     def allocate_slots(self, request: KVRequest, num_new_tokens: int) -> bool:
@@ -108,6 +108,9 @@ class KVCacheManager(ABC):
         Returns:
             True: its block table covers num_computed_tokens + num_new_tokens, and the blocks that will be
             written are its own. False: there is too little room, and nothing has changed.
+
+        Raises:
+            AssertionError: no new token, or a request that has computed tokens and holds no memory.
         """
 
     @abstractmethod
@@ -143,6 +146,12 @@ class KVCacheManager(ABC):
     def usage(self) -> float:
         """Share of the blocks that somebody holds, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
+
+    def check_call(self, request: KVRequest, num_new_tokens: int, has_memory: bool) -> None:
+        """Asserts that slots are asked for tokens that are there to come, by a request whose past is here."""
+        assert num_new_tokens > 0, f"{request.request_id} asks for slots for {num_new_tokens} tokens"
+        computed = request.num_computed_tokens
+        assert has_memory or not computed, f"{request.request_id} has computed {computed} tokens and holds no memory"
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Hands over the block copies (source, target) that must be made before the next pass, in order."""

@@ -32,9 +32,10 @@ class PagedKVCache(KVCacheManager):
 
     def allocate_slots(self, request: KVRequest, num_new_tokens: int) -> bool:
         table = self._tables.get(request.request_id, [])
+        self.check_call(request, num_new_tokens, bool(table))
         num_tokens = request.num_computed_tokens + num_new_tokens
         num_new_blocks = max(0, self.num_blocks_for(num_tokens) - len(table))
-        shared = self._shared_partial_block(request, table) if num_new_tokens else None
+        shared = self._shared_partial_block(request, table)
         taken = self.pool.allocate(num_new_blocks + (shared is not None))
         if taken is None:
             return False

@@ -6,11 +6,15 @@ memory and their speed are laid side by side.
 
 import sys
 import time
+from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
 from minivllm import LLM
+from minivllm.kv_cache import PagedKVCache
 from minivllm.lessons.naive import ConcatCache, Generation, SlabCache, generate
+from minivllm.lessons.paged import generate_paged
+from minivllm.tokenizer import encode, render_chat
 
 QUESTION = "Why do large language models need a key-value cache?"
 STORY = "Operating systems divide memory into pages of a fixed size, because"
@@ -34,9 +38,8 @@ def main() -> None:
 
 def stream_answer(llm: LLM, question: str, max_tokens: int) -> None:
     """Prints the answer to a question while it is generated."""
-    from minivllm.engine import render_chat
-
-    prompt = llm.tokenizer.encode(render_chat(llm.tokenizer, [{"role": "user", "content": question}]))
+    text = render_chat(llm.tokenizer, [{"role": "user", "content": question}])
+    prompt = encode(llm.tokenizer, text, add_special_tokens=False)
     printer = TextPrinter(llm.tokenizer)
     started, first = time.perf_counter(), []
 
@@ -53,26 +56,33 @@ def stream_answer(llm: LLM, question: str, max_tokens: int) -> None:
 
 
 def compare_stages(llm: LLM, max_tokens: int, batch: int) -> None:
-    """Prints a table of the naive stages: same prompt, same tokens, different bills."""
+    """Prints a table of the course's stages: same prompt, same tokens, different bills."""
     prompt = llm.tokenizer.encode(STORY)
-    length = llm.max_model_len
-    stages = {
-        "0 no cache": (1, None),
-        "1 growing cache": (1, ConcatCache()),
-        "2 slab": (1, SlabCache(length)),
-        f"2 slab, batch of {batch}": (batch, SlabCache(length)),
+    length, blocks = llm.max_model_len, -(-(len(prompt) + max_tokens) // 16)
+
+    def stage(cache: ConcatCache | SlabCache | None, rows: int = 1) -> Callable[[], Generation]:
+        return lambda: generate(llm.model, [prompt] * rows, max_tokens, cache)
+
+    stages: dict[str, Callable[[], Generation]] = {
+        "0 no cache": stage(None),
+        "1 growing cache": stage(ConcatCache()),
+        "2 slab": stage(SlabCache(length)),
+        f"2 slab, batch of {batch}": stage(SlabCache(length), batch),
+        f"3 blocks, batch of {batch}": lambda: generate_paged(
+            llm.model, [prompt] * batch, max_tokens, PagedKVCache(batch * blocks, 16)
+        ),
     }
     print(f"The same {max_tokens} tokens after a prompt of {len(prompt)}, by each stage:\n")
     print(f"{'stage':<20}{'tokens/s':>10}{'computed':>10}{'copied':>12}{'reserved':>13}{'used':>11}  same tokens")
     answers = []
-    for name, (rows, cache) in stages.items():
+    for name, run in stages.items():
         started = time.perf_counter()
-        result = generate(llm.model, [prompt] * rows, max_tokens, cache)
-        seconds = time.perf_counter() - started
+        result = run()
+        seconds, rows = time.perf_counter() - started, len(result.token_ids)
         answers += result.token_ids
         print(f"{name:<20}{rows * max_tokens / seconds:>10.1f}{_bill(result)}  {_same(answers)}")
     print("\ncomputed: tokens run through the model; copied, reserved, used: MiB of keys and values.")
-    print("Most of what stage 2 reserves is never used. What to do about that is the course: make lab")
+    print("Most of what stage 2 reserves is never used; blocks are handed out one by one. How is the course: make lab")
 
 
 def _bill(result: Generation) -> str:

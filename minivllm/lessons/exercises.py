@@ -85,7 +85,13 @@ def check_batches(answer: Callable[[Sequence[int], int], Any]) -> bool:
 def check_slot_of(answer: Callable[[Sequence[int], int, int], Any]) -> bool:
     """Lesson 03: `answer(block_table, position, block_size)` is the slot of a token."""
     cases = []
-    for table, position, size in (([6, 1, 3], 0, 4), ([6, 1, 3], 9, 4), ([2, 0], 16, 16), ([5], 0, 1)):
+    for table, position, size in (
+        ([6, 1, 3], 0, 4),
+        ([6, 1, 3], 9, 4),
+        ([2, 0], 16, 16),
+        ([5], 0, 1),
+        ([4, 3, 9], 7, 3),
+    ):
         slot = table[position // size] * size + position % size
         cases.append((f"position {position} of table {table}, blocks of {size}", (table, position, size), slot))
     return _check(answer, cases)

@@ -5,10 +5,12 @@ soon as memory allows, in order. Only memory limits who runs. The pool is under 
 somebody waits; the averages are taken over those steps.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
+from minivllm.config import check_int
 from minivllm.kv_cache import Fragmentation, KVCacheManager
 
 
@@ -32,6 +34,7 @@ class MixReport:
         running: requests that ran in each of them.
         num_steps: steps until the last request ended.
         num_preemptions: how often a request had to give its memory back and start again.
+        num_recomputed_tokens: tokens that were computed once more because of that.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -39,20 +42,22 @@ class MixReport:
     running: list[int] = field(default_factory=list)
     num_steps: int = 0
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
 
     def share(self, part: str) -> float:
-        """Average share of the pool's slots that were `part` (a field of Fragmentation), 0 to 1."""
-        return sum(getattr(sample, part) / sample.total for sample in self.samples) / len(self.samples)
+        """Average share of the pool's slots that were `part` (a field of Fragmentation), 0 to 1; NaN if nobody
+        ever waited."""
+        return _mean([getattr(sample, part) / sample.total for sample in self.samples])
 
     @property
     def used_of_reserved(self) -> float:
         """Average of: slots that hold a token over slots that are reserved, 0 to 1."""
-        return sum(sample.used_of_reserved for sample in self.samples) / len(self.samples)
+        return _mean([sample.used_of_reserved for sample in self.samples])
 
     @property
     def mean_running(self) -> float:
         """Requests that ran together, on average."""
-        return sum(self.running) / len(self.running)
+        return _mean(self.running)
 
 
 PARTS = tuple(part.name for part in fields(Fragmentation))
@@ -70,8 +75,14 @@ def run_mix(lengths: Sequence[tuple[int, int]], manager: KVCacheManager, sample_
         sample_every: steps between two samples.
 
     Raises:
-        ValueError: a request that the pool can never hold, with the numbers.
+        ValueError: a length below 1, a pool that is in use, or a request that it can never hold.
     """
+    check_int("sample_every", sample_every, minimum=1)
+    for prompt, answer in lengths:
+        check_int("a prompt's length", prompt, minimum=1)
+        check_int("an answer's length", answer, minimum=1)
+    if manager.num_free_blocks != manager.num_blocks:
+        raise ValueError(f"{manager.num_blocks - manager.num_free_blocks} blocks are in use: take an empty manager")
     requests = [LengthOnly(f"R{i}", prompt, prompt + answer) for i, (prompt, answer) in enumerate(lengths)]
     for request in requests:
         if not manager.can_ever_fit(request.max_num_tokens - 1):
@@ -86,6 +97,7 @@ def run_mix(lengths: Sequence[tuple[int, int]], manager: KVCacheManager, sample_
             while request in running and not manager.allocate_slots(request, 1):
                 victim = running.pop()
                 manager.free(victim)
+                report.num_recomputed_tokens += victim.num_computed_tokens
                 victim.num_computed_tokens = 0
                 waiting.appendleft(victim)
                 report.num_preemptions += 1
@@ -93,6 +105,7 @@ def run_mix(lengths: Sequence[tuple[int, int]], manager: KVCacheManager, sample_
         preempted = report.num_preemptions > preemptions_before
         while waiting and not preempted and manager.allocate_slots(waiting[0], waiting[0].num_tokens):
             running.append(waiting.popleft())
+        assert running or preempted, f"step {report.num_steps}: {len(waiting)} wait, nobody runs, and nobody fits"
         for request in running:
             request.num_computed_tokens = request.num_tokens
             request.num_tokens += 1
@@ -105,3 +118,7 @@ def run_mix(lengths: Sequence[tuple[int, int]], manager: KVCacheManager, sample_
             running.remove(request)
         report.num_steps += 1
     return report
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers) if numbers else math.nan

@@ -203,22 +203,10 @@ def generate(
         ValueError: no prompt, an empty one, one that comes with max_tokens to more than the model's length,
             ids out of the vocabulary, max_tokens below 1, or a slab too short for the batch.
     """
-    limits = list(max_tokens) if isinstance(max_tokens, Sequence) else [max_tokens] * len(prompts)
+    limits = check_batch(model, prompts, max_tokens)
     stops = [()] * len(prompts) if stop_token_ids is None else stop_token_ids
-    if not prompts or not len(prompts) == len(limits) == len(stops):
-        raise ValueError(
-            f"give at least one prompt, and one number of max_tokens and one collection of stop tokens for each: got "
-            f"{len(prompts)} prompt(s), {len(limits)} number(s), {len(stops)} collection(s)"
-        )
-    longest = model.rotary.num_positions
-    for prompt, limit in zip(prompts, limits, strict=True):
-        check_prompt(list(prompt), model.config.vocab_size, longest)
-        check_int("max_tokens", limit, minimum=1)
-        if len(prompt) + limit > longest:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens and max_tokens {limit} come to {len(prompt) + limit}, and the model "
-                f"can tell {longest} positions apart"
-            )
+    if len(stops) != len(prompts):
+        raise ValueError(f"there are {len(prompts)} prompts and {len(stops)} collections of stop tokens")
     work, outputs = Work(), [list[int]() for _ in prompts]
     reasons: list[FinishReason | None] = [None] * len(prompts)
     if cache is None:
@@ -241,6 +229,28 @@ def generate(
         bytes_per_token = model.config.kv_values_per_token * model.dtype.itemsize
         work.bytes_used = bytes_per_token * peak_tokens([len(p) for p in prompts], [len(o) for o in outputs])
     return Generation(outputs, [reason for reason in reasons if reason], work)
+
+
+def check_batch(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int]) -> list[int]:
+    """Checks a batch; returns the number of tokens to put out for each prompt.
+
+    Raises:
+        ValueError: no prompt, an empty one, one that comes with max_tokens to more than the model's length,
+            ids out of the vocabulary, or max_tokens that are not one number of at least 1 for each.
+    """
+    limits = list(max_tokens) if isinstance(max_tokens, Sequence) else [max_tokens] * len(prompts)
+    if not prompts or len(prompts) != len(limits):
+        raise ValueError(f"give at least one prompt and max_tokens for each: got {len(prompts)} and {len(limits)}")
+    longest = model.rotary.num_positions
+    for prompt, limit in zip(prompts, limits, strict=True):
+        check_prompt(list(prompt), model.config.vocab_size, longest)
+        check_int("max_tokens", limit, minimum=1)
+        if len(prompt) + limit > longest:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and max_tokens {limit} come to {len(prompt) + limit}, and the model "
+                f"can tell {longest} positions apart"
+            )
+    return limits
 
 
 def peak_tokens(prompt_lens: Sequence[int], output_lens: Sequence[int]) -> int:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from minivllm.config import check_int
 from minivllm.kv_cache import KVCacheManager
-from minivllm.lessons.naive import Generation, PickTokens, Work, greedy, num_bytes
+from minivllm.lessons.naive import Generation, PickTokens, Work, check_batch, greedy, num_bytes
 from minivllm.model.attention import AttentionMetadata, KVCache, PagedAttention
 from minivllm.model.decoder import Decoder
-from minivllm.request import SamplingParams, check_prompt
+from minivllm.request import SamplingParams
 from minivllm.sampler import Sampler
 
 
@@ -49,7 +50,14 @@ class PagedSequences:
     """Runs passes over a cache whose slots a manager hands out."""
 
     def __init__(self, model: Decoder, manager: KVCacheManager) -> None:
-        """Makes the cache that the manager's block numbers stand for."""
+        """Makes the cache that the manager's block numbers stand for.
+
+        Raises:
+            ValueError: somebody holds blocks already: their content is in another cache.
+        """
+        if manager.num_free_blocks != manager.num_blocks:
+            used = manager.num_blocks - manager.num_free_blocks
+            raise ValueError(f"{used} of the manager's {manager.num_blocks} blocks are in use: take a fresh one")
         self.model, self.manager, self.work = model, manager, Work()
         self.cache = KVCache(model.config, manager.num_blocks, manager.block_size, model.dtype, model.device)
         self.work.bytes_reserved = num_bytes(self.cache.keys, self.cache.values)
@@ -130,13 +138,15 @@ def generate_paged(
             prompts decode while others still read theirs.
 
     Raises:
-        ValueError: a prompt that the model can't take, or a full pool.
+        ValueError: a batch that the model can't take, a chunk below 1, or a pool that is in use or full.
     """
-    limits = list(max_tokens) if isinstance(max_tokens, Sequence) else [max_tokens] * len(prompts)
-    sequences = []
-    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        check_prompt(list(prompt), model.config.vocab_size, model.rotary.num_positions)
-        sequences.append(TextSequence(f"R{index}", list(prompt), len(prompt), len(prompt) + limit))
+    if chunk is not None:
+        check_int("chunk", chunk, minimum=1)
+    limits = check_batch(model, prompts, max_tokens)
+    sequences = [
+        TextSequence(f"R{index}", list(prompt), len(prompt), len(prompt) + limit)
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+    ]
     runner = PagedSequences(model, manager)
     try:
         while active := [sequence for sequence in sequences if not sequence.done]:
@@ -163,20 +173,22 @@ def sample_branches(
     Args:
         model: the decoder.
         prompt: token ids.
-        params: one per branch; `max_tokens` and `seed` must be given.
+        params: one per branch; `max_tokens` must be given, and a `seed` for every branch that is sampled.
         manager: whose slots are used.
 
     Returns:
         The tokens of each branch, and the largest number of blocks that were held at once.
 
     Raises:
-        ValueError: the pool is full, or a prompt that the model can't take.
+        ValueError: a prompt that the model can't take, params that lack something, or a pool that is in
+            use or full.
     """
-    check_prompt(list(prompt), model.config.vocab_size, model.rotary.num_positions)
+    if not params or any(p.max_tokens is None or (p.seed is None and not p.greedy) for p in params):
+        raise ValueError(f"every branch needs max_tokens, and a seed unless it is greedy: got {list(params)}")
+    limits = check_batch(model, [prompt] * len(params), [p.max_tokens or 0 for p in params])
     runner, sampler, peak = PagedSequences(model, manager), Sampler(), 0
     branches = [
-        TextSequence(f"B{index}", list(prompt), len(prompt), len(prompt) + (p.max_tokens or 1))
-        for index, p in enumerate(params)
+        TextSequence(f"B{index}", list(prompt), len(prompt), len(prompt) + limit) for index, limit in enumerate(limits)
     ]
     seeds = [p.seed or 0 for p in params]
     try:

@@ -1,10 +1,15 @@
 """Predictions: a learner's guesses, kept until the recap lays them beside what happened."""
 
+import re
 from collections.abc import Mapping
+from typing import Any
 
 
-def compare(guesses: Mapping[str, float | str | None], happened: Mapping[str, float | str]) -> None:
-    """Prints a table of guesses and outcomes; a number within a quarter of the outcome counts as right.
+def compare(guesses: Mapping[str, Any], happened: Mapping[str, float | str]) -> None:
+    """Prints a table of guesses and outcomes.
+
+    A whole number up to 100 must be met exactly, any other number within a quarter of it; in a text only the
+    words and numbers count.
 
     Args:
         guesses: question to guess; None where none was made.
@@ -22,13 +27,20 @@ def compare(guesses: Mapping[str, float | str | None], happened: Mapping[str, fl
         guess = guesses.get(question)
         if guess is None:
             verdict = "(no guess yet)"
-        elif isinstance(guess, str) or isinstance(outcome, str):
-            verdict = "right" if str(guess).lower() == str(outcome).lower() else "look again"
         else:
-            verdict = "right" if abs(guess - float(outcome)) <= abs(float(outcome)) / 4 else "look again"
+            verdict = "right" if _is_right(guess, outcome) else "look again"
         shown = "-" if guess is None else _form(guess)
         print(f"{question:<{width}}  {shown:>12}  {_form(outcome):>12}  {verdict}")
 
 
-def _form(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+def _is_right(guess: Any, outcome: float | str) -> bool:
+    if isinstance(outcome, str) or not isinstance(guess, (int, float)):
+        return re.findall(r"\w+", str(guess).lower()) == re.findall(r"\w+", str(outcome).lower())
+    tolerance = 0.0 if isinstance(outcome, int) and outcome <= 100 else abs(outcome) / 4
+    return abs(guess - outcome) <= tolerance
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

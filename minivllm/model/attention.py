@@ -6,6 +6,7 @@ scores and weights are computed in float32 at least.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,6 +34,21 @@ class AttentionMetadata:
     seq_lens: Tensor
     block_table: Tensor
     slot_mapping: Tensor
+
+    @cached_property
+    def row_groups(self) -> list[tuple[int, Tensor]]:
+        """Requests that are computed together: pairs (query tokens of each, `[num_rows]` request indices).
+
+        They have the same number of query tokens and lengths within a factor of two, so that a product pads
+        none to more than twice its length. Requests without tokens (padding) are in no group.
+        """
+        query_lens = (self.query_start_loc[1:] - self.query_start_loc[:-1]).tolist()
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, (query_len, seq_len) in enumerate(zip(query_lens, self.seq_lens.tolist(), strict=True)):
+            if query_len and seq_len:
+                groups.setdefault((query_len, seq_len.bit_length()), []).append(row)
+        device = self.seq_lens.device
+        return [(query_len, torch.tensor(rows, device=device)) for (query_len, _), rows in groups.items()]
 
 
 class KVCache:
@@ -85,15 +101,15 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every request's new tokens over its blocks.
 
-    Requests with the same number of new tokens are computed together, so that a batch of decodes is one
-    product. Slots beyond a request's length are never used, whatever they hold, NaN included.
+    Requests of like shape are computed together (`AttentionMetadata.row_groups`), so that a batch of decodes
+    is one product or a few. Slots beyond a request's length are never used, whatever they hold, NaN included.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`, the tokens of all requests behind each other.
         keys: `[num_blocks, block_size, num_kv_heads, head_dim]`, the new tokens' already written.
         values: like `keys`.
         metadata: of the pass.
-        window: how many of the latest tokens, its own included, a token may see; None for all.
+        window: how many of the latest tokens, its own included, a token may see, at least 1; None for all.
 
     Returns:
         The output, `[num_tokens, num_heads, head_dim]`, and the log-sum-exp of each token's scores,
@@ -102,13 +118,8 @@ def paged_attention(
     output = torch.zeros_like(q)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
-    starts = metadata.query_start_loc
-    query_lens = starts[1:] - starts[:-1]
-    for query_len in query_lens.unique().tolist():
-        if query_len == 0:
-            continue
-        rows = (query_lens == query_len).nonzero().squeeze(-1)
-        tokens = starts[rows, None] + torch.arange(query_len, device=q.device)
+    for query_len, rows in metadata.row_groups:
+        tokens = metadata.query_start_loc[rows, None] + torch.arange(query_len, device=q.device)
         seq_lens = metadata.seq_lens[rows, None]
         position = torch.arange(int(seq_lens.max()), device=q.device)
         blocks = metadata.block_table[rows][:, position // keys.shape[1]]

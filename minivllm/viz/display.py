@@ -39,10 +39,10 @@ def show(fig: Figure, alt: str, measured: bool = False) -> None:
 
 
 def png(fig: Figure) -> bytes:
-    """A figure as a PNG of 128 colours: a third of the size, and nobody sees a difference."""
+    """A figure as a PNG of 256 colours: less than half of the size, and nobody sees a difference."""
     drawn, small = io.BytesIO(), io.BytesIO()
     fig.savefig(drawn, format="png")
-    image = Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     image.save(small, format="png", optimize=True)
     return small.getvalue()
 

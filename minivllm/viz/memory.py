@@ -1,5 +1,6 @@
 """Figures of memory, drawn from plain records: events of a manager, fragmentation reports, block tables."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
@@ -30,7 +31,12 @@ def memory_map(events: Sequence[MemoryEvent], num_blocks: int, block_size: int, 
         num_blocks: size of its pool.
         block_size: slots per block.
         title: of the figure.
+
+    Raises:
+        ValueError: no events.
     """
+    if not events:
+        raise ValueError("there are no events: set manager.events to a list before the run")
     owner, stored = replay(events, num_blocks, block_size)
     names = sorted({event.request_id for event in events}, key=_natural)
     image = np.ones((*owner.shape, 3))
@@ -57,7 +63,7 @@ def memory_map(events: Sequence[MemoryEvent], num_blocks: int, block_size: int, 
 
 
 def replay(events: Sequence[MemoryEvent], num_blocks: int, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The state of every slot during every step: as after its events, less what was freed at its end.
+    """The state of every slot during every step; what ran in it and was freed at its end still counts.
 
     Returns:
         `[num_slots, num_steps]`: the index of the owner (-1 is nobody; requests count in their natural
@@ -71,12 +77,20 @@ def replay(events: Sequence[MemoryEvent], num_blocks: int, block_size: int) -> t
     by_step: list[list[MemoryEvent]] = [[] for _ in range(num_steps)]
     for event in events:
         by_step[event.step].append(event)
-    ended: list[MemoryEvent] = []
+    ended: list[str] = []
     for step, happened in enumerate(by_step):
-        last = max((i for i, event in enumerate(happened) if event.kind != "free"), default=-1)
-        for event in ended + happened[: last + 1]:
-            tables[event.request_id] = (event.block_ids, event.num_tokens)
-        ended = happened[last + 1 :]
+        for name in ended:
+            tables.pop(name, None)
+        ended = []
+        for index, event in enumerate(happened):
+            if event.kind != "free":
+                tables[event.request_id] = (event.block_ids, event.num_tokens)
+            elif any(other.request_id == event.request_id for other in happened[:index]) and all(
+                other.kind == "free" for other in happened[index:]
+            ):
+                ended.append(event.request_id)  # it ran in this step and ended with it
+            else:
+                tables.pop(event.request_id, None)
         for name in reversed(tables):
             block_ids, num_tokens = tables[name]
             for index, block in enumerate(block_ids):
@@ -193,7 +207,6 @@ def block_tables(
         return fig
 
 
-def _natural(name: str) -> tuple[str, int]:
+def _natural(name: str) -> list[tuple[str, int]]:
     """Sorts R2 before R10."""
-    digits = name.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
-    return name[: len(name) - len(digits)], int(digits or 0)
+    return [(word, int(digits or 0)) for word, digits in re.findall(r"(\D*)(\d*)", name)]

@@ -72,6 +72,10 @@ def test_a_pool_without_blocks_is_refused(num_blocks):
         BlockPool(num_blocks)
 
 
+def test_a_new_block_can_not_be_found_by_content():
+    assert all(block.block_hash is None for block in BlockPool(3).blocks)
+
+
 def test_nothing_taken_is_nothing_changed():
     pool = BlockPool(3)
     assert pool.allocate(0) == []

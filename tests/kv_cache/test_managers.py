@@ -166,6 +166,29 @@ def test_a_pending_copy_stays_while_anybody_needs_it():
     assert cache.take_copies() == [(partial, own), (own, further)]
 
 
+def test_giving_up_drops_only_copies_into_blocks_that_nobody_holds_any_more():
+    cache, a, b = PagedKVCache(8, B), Fake("a"), Fake("b", num_computed_tokens=20)
+    grow(cache, a, 20)
+    cache.fork(a, b)
+    assert cache.allocate_slots(b, 1)
+    partial, own = cache.get_block_ids(a)[1], cache.get_block_ids(b)[1]
+    c = Fake("c", num_computed_tokens=20)
+    cache.fork(b, c)
+    cache.free(b)
+    assert cache.get_block_ids(c)[1] == own
+    assert cache.take_copies() == [(partial, own)]
+
+
+def test_slots_are_asked_for_tokens_to_come_by_somebody_whose_past_is_here():
+    for cache in (PagedKVCache(4, B), contiguous(4)):
+        for count in (0, -1):
+            with pytest.raises(AssertionError, match=f"a asks for slots for {count} tokens"):
+                cache.allocate_slots(Fake("a"), count)
+        with pytest.raises(AssertionError, match="a has computed 5 tokens and holds no memory"):
+            cache.allocate_slots(Fake("a", num_computed_tokens=5), 1)
+        assert cache.num_free_blocks == 4
+
+
 def test_only_block_tails_are_waste():
     cache, a = PagedKVCache(4, B), Fake("a", max_num_tokens=24)
     grow(cache, a, 20)
@@ -296,6 +319,31 @@ def test_the_copies_of_a_contiguous_request_that_is_given_up_are_dropped():
     assert cache.take_copies() == []
 
 
+def test_powers_of_two_end_at_the_models_length():
+    cache, a = contiguous(16, "pow2", max_model_len=100), Fake("a")
+    grow(cache, a, 70)
+    assert len(cache.get_block_ids(a)) == 7
+
+
+@pytest.mark.parametrize("reservation", ["max", "pow2", "exact"])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+def test_can_ever_fit_means_that_it_grows_to_that_size_alone(reservation, block_size):
+    for num_blocks in (1, 2, 5, 8):
+        for limit in range(1, 40):
+            cache = ContiguousKVCache(num_blocks, block_size, 40, reservation)
+            a = Fake("a", max_num_tokens=limit + 1)
+            grown = all(grow(cache, a, 1) for _ in range(limit))
+            assert grown == cache.can_ever_fit(limit), (num_blocks, limit)
+
+
+def test_a_fork_reserves_what_the_child_may_come_to():
+    cache, a = contiguous(16), Fake("a", max_num_tokens=60)
+    grow(cache, a, 20)
+    b = Fake("b", num_computed_tokens=20, max_num_tokens=33)
+    cache.fork(a, b)
+    assert len(cache.get_block_ids(b)) == 2
+
+
 @pytest.mark.parametrize(
     ("reservation", "fits", "too_long"), [("max", 128, 129), ("pow2", 128, 129), ("exact", 128, 129)]
 )
@@ -341,6 +389,43 @@ def test_events_tell_what_happened_if_anybody_listens(make):
     table, cache.step = tuple(cache.get_block_ids(a)), 7
     cache.free(a)
     assert cache.events == [MemoryEvent(0, "allocate", "a", table, 6), MemoryEvent(7, "free", "a", (), 0)]
+
+
+def test_paged_events_tell_growth_forks_and_copies_apart():
+    cache, a, b = PagedKVCache(8, 4), Fake("a"), Fake("b", num_computed_tokens=5)
+    cache.events = []
+    grow(cache, a, 5)
+    cache.fork(a, b)
+    grow(cache, b, 1)
+    grow(cache, b, 3)
+    grow(cache, a, 1)
+    assert [(e.kind, e.request_id, e.block_ids, e.num_tokens) for e in cache.events] == [
+        ("allocate", "a", (0, 1), 5),
+        ("fork", "b", (0, 1), 5),
+        ("copy", "b", (0, 2), 6),
+        ("grow", "b", (0, 2), 6),
+        ("allocate", "b", (0, 2, 3), 9),
+        ("grow", "a", (0, 1), 6),
+    ]
+
+
+def test_contiguous_events_tell_growth_moves_and_forks_apart():
+    cache, a, b = contiguous(16, "pow2", block_size=4), Fake("a"), Fake("b")
+    cache.events = []
+    grow(cache, a, 4)
+    grow(cache, a, 1)
+    grow(cache, a, 1)
+    grow(cache, b, 1)
+    grow(cache, a, 3)
+    cache.fork(b, Fake("c", num_computed_tokens=1))
+    assert [(e.kind, e.request_id, e.block_ids, e.num_tokens) for e in cache.events] == [
+        ("allocate", "a", (0,), 4),
+        ("allocate", "a", (0, 1), 5),
+        ("grow", "a", (0, 1), 6),
+        ("allocate", "b", (2,), 1),
+        ("move", "a", (3, 4, 5, 6), 9),
+        ("fork", "c", (0,), 1),
+    ]
 
 
 @pytest.mark.parametrize("make", [lambda: PagedKVCache(8, 4), lambda: contiguous(8, block_size=4)])

@@ -1,5 +1,7 @@
 """The fragmentation study: every request ends, the parts add up, and the figures come out of the managers."""
 
+import math
+
 import pytest
 
 from minivllm.kv_cache import ContiguousKVCache, PagedKVCache
@@ -66,6 +68,33 @@ def test_steps_of_a_mix_by_hand():
 def test_who_came_last_gives_way_and_starts_again():
     report = run_mix([(4, 6), (4, 6)], PagedKVCache(3, 4), sample_every=1)
     assert report.num_preemptions == 1
+
+
+def test_a_restart_costs_what_had_been_computed():
+    report = run_mix([(4, 6), (4, 6)], PagedKVCache(3, 4), sample_every=1)
+    assert report.num_recomputed_tokens == 4
+
+
+def test_averages_over_nothing_are_no_numbers():
+    report = run_mix([(10, 5)], PagedKVCache(8, 16))
+    assert math.isnan(report.share("used")) and math.isnan(report.mean_running)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([(17, 0)], "an answer's length must be at least 1, got 0"), ([(0, 3)], "a prompt's length must be at least 1")],
+)
+def test_bad_lengths_are_refused(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        run_mix(lengths, PagedKVCache(1, 16))
+
+
+def test_a_pool_in_use_is_refused():
+    manager = PagedKVCache(8, 16)
+    run_mix([(3, 3)], manager)
+    manager.pool.allocate(2)
+    with pytest.raises(ValueError, match="2 blocks are in use"):
+        run_mix([(3, 3)], manager)
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers():

@@ -88,6 +88,26 @@ def test_predictions_stand_beside_what_happened(capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    ("guess", "outcome", "verdict"),
+    [
+        (11, 14, "look again"),
+        (14, 14, "right"),
+        (14.0, 14, "right"),
+        (1900, 1925, "right"),
+        (30, 33.5, "right"),
+        (20, 33.5, "look again"),
+        ("0, 1, 4 ", "0 1 4", "right"),
+        ([0, 1, 4], "0 1 4", "right"),
+        ("0 1 3", "0 1 4", "look again"),
+        ("a lot", 49.1, "look again"),
+    ],
+)
+def test_small_whole_numbers_are_met_exactly_and_others_within_a_quarter(capsys, guess, outcome, verdict):
+    compare({"q": guess}, {"q": outcome})
+    assert capsys.readouterr().out.rstrip().endswith(verdict)
+
+
 def test_a_guess_without_an_outcome_is_an_error():
     with pytest.raises(ValueError, match="no outcome for x"):
         compare({"x": 1}, {"y": 2})

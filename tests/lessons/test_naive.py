@@ -173,9 +173,9 @@ def test_peak_tokens_counts_rows_until_they_end():
 @pytest.mark.parametrize(
     ("prompts", "max_tokens", "message"),
     [
-        ([], 4, r"at least one prompt.*got 0 prompt\(s\)"),
+        ([], 4, r"at least one prompt and max_tokens for each: got 0 and 0"),
         ([[]], 4, r"the prompt is empty \(0 tokens\)"),
-        ([[1], [2]], [4], "got 2 prompt"),
+        ([[1], [2]], [4], "got 2 and 1"),
         ([[1]], 0, "max_tokens must be at least 1, got 0"),
         ([[1]], -3, "max_tokens must be at least 1, got -3"),
         ([[1]], 2.0, "max_tokens must be an integer, got 2.0"),
@@ -189,6 +189,11 @@ def test_peak_tokens_counts_rows_until_they_end():
 def test_bad_input_is_refused_with_the_numbers(tiny_llama, make_cache, prompts, max_tokens, message):
     with pytest.raises(ValueError, match=message):
         generate(tiny_llama[1], prompts, max_tokens, make_cache())
+
+
+def test_stop_tokens_are_given_for_every_row(tiny_llama):
+    with pytest.raises(ValueError, match="there are 2 prompts and 1 collections of stop tokens"):
+        generate(tiny_llama[1], [[1], [2]], 4, stop_token_ids=[()])
 
 
 def test_a_slab_that_is_too_short_says_by_how_much(tiny_llama):

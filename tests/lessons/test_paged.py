@@ -63,7 +63,14 @@ def test_contiguous_memory_gives_the_same_tokens(tiny_llama, expected, reservati
     assert manager.num_free_blocks == manager.num_blocks
 
 
-@pytest.mark.parametrize(("family", "changes"), [("Mistral", {"sliding_window": 6}), ("Qwen3", {"head_dim": 12})])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Mistral", {"sliding_window": 6}),
+        ("Qwen3", {"head_dim": 12}),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    ],
+)
 def test_other_families_too(tiny_pair, family, changes):
     reference, decoder = tiny_pair(family, **changes)
     prompts = random_prompts([3, 11, 24])
@@ -77,6 +84,83 @@ def test_paging_reserves_and_uses_what_the_tokens_need(tiny_llama):
     per_slot = 2 * 2 * 2 * 8 * 8
     assert work.bytes_reserved == 32 * per_slot and work.bytes_used == 13 * per_slot
     assert work.tokens_computed == 10 + 3 and work.steps == 4 and work.bytes_copied == 0
+
+
+def test_a_chunk_is_the_most_prompt_tokens_of_a_pass(tiny_llama):
+    for chunk, steps in ((None, 3), (10, 3), (4, 5), (1, 12)):
+        work = generate_paged(tiny_llama[1], [[5] * 10], 3, PagedKVCache(8, 4), chunk=chunk).work
+        assert (work.steps, work.tokens_computed) == (steps, 12)
+
+
+def test_what_has_ended_gives_its_blocks_to_the_others_at_once(tiny_llama):
+    # 2 x 2 blocks at first; the second request can only grow into the blocks of the first.
+    manager = PagedKVCache(4, 4)
+    work = generate_paged(tiny_llama[1], [[5] * 8, [6] * 8], [1, 9], manager).work
+    per_slot = 2 * 2 * 2 * 8 * 8
+    assert work.bytes_used == 16 * per_slot  # both prompts, before the first was freed
+    assert generate_paged(tiny_llama[1], [[6] * 8], 9, manager).work.bytes_used == 16 * per_slot
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_tokens", "chunk", "message"),
+    [
+        ([], 4, None, "got 0 and 0"),
+        ([[]], 4, None, "the prompt is empty"),
+        ([[97]], 4, None, "token id 97"),
+        ([[1] * 87], 60, None, "come to 147, and the model can tell 128 positions apart"),
+        ([[1]], 0, None, "max_tokens must be at least 1, got 0"),
+        ([[1], [2]], [3], None, "got 2 and 1"),
+        ([[1]], 4, 0, "chunk must be at least 1, got 0"),
+        ([[1]], 4, 2.5, "chunk must be an integer, got 2.5"),
+    ],
+)
+def test_bad_input_is_refused_with_the_numbers(tiny_llama, prompts, max_tokens, chunk, message):
+    manager = PagedKVCache(64, 4)
+    with pytest.raises(ValueError, match=message):
+        generate_paged(tiny_llama[1], prompts, max_tokens, manager, chunk=chunk)
+    assert manager.num_free_blocks == 64
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([], "every branch needs max_tokens"),
+        ([SamplingParams(temperature=0, max_tokens=None)], "every branch needs max_tokens"),
+        ([SamplingParams(temperature=1, max_tokens=3)], "and a seed unless it is greedy"),
+        ([SamplingParams(temperature=0, max_tokens=200)], "come to 201"),
+    ],
+)
+def test_branches_that_lack_something_are_refused(tiny_llama, params, message):
+    with pytest.raises(ValueError, match=message):
+        sample_branches(tiny_llama[1], [5], params, PagedKVCache(64, 4))
+
+
+def test_a_manager_that_is_in_use_is_refused(tiny_llama):
+    manager = PagedKVCache(8, 4)
+    manager.allocate_slots(TextSequence("mine", [1], 1, 10), 1)
+    for run in (
+        lambda: generate_paged(tiny_llama[1], [[5]], 3, manager),
+        lambda: sample_branches(tiny_llama[1], [5], [GREEDY], manager),
+    ):
+        with pytest.raises(ValueError, match="1 of the manager's 8 blocks are in use"):
+            run()
+
+
+def test_branches_that_outgrow_the_pool_give_everything_back(tiny_llama):
+    manager = PagedKVCache(4, 4)
+    with pytest.raises(ValueError, match="needs slots for"):
+        sample_branches(tiny_llama[1], [5] * 8, [GREEDY] * 3, manager)
+    assert manager.num_free_blocks == 4
+    manager.check()
+
+
+def test_the_peak_is_the_most_blocks_held_at_any_time(tiny_llama):
+    short, long = SamplingParams(temperature=0, max_tokens=2), SamplingParams(temperature=0, max_tokens=30)
+    _, peak = sample_branches(tiny_llama[1], [5] * 3, [short] * 6 + [long], PagedKVCache(64, 4))
+    # Step 2 holds seven tables of one block each; later only the long branch is left, with eight.
+    assert peak == 8
+    _, peak = sample_branches(tiny_llama[1], [5] * 3, [short] * 20 + [long], PagedKVCache(64, 4))
+    assert peak == 21
 
 
 def test_a_full_pool_is_told_with_the_numbers_and_everything_comes_back(tiny_llama):

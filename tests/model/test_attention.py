@@ -39,8 +39,8 @@ class Batch:
             tables.append(table)
         longest = max(map(len, tables)) + 2
         # Entries behind a request's blocks are stale: they name blocks of others, or none that there is.
-        stale = [-1, 10**9, *range(num_blocks)]
-        tables = [table + [rng.choice(stale) for _ in range(longest - len(table))] for table in tables]
+        stale = [10**9, -(10**9), 0]
+        tables = [table + [stale[i % 3] for i in range(longest - len(table))] for table in tables]
         self.q, self.k, self.v = (torch.cat(parts) for parts in zip(*new, strict=True))
         self.metadata = AttentionMetadata(
             torch.tensor(starts), torch.tensor([c + q for c, q in lens]), torch.tensor(tables), torch.tensor(slots)
@@ -122,15 +122,25 @@ def test_padding_tokens_are_not_stored_and_get_zero():
     slots = torch.cat([batch.metadata.slot_mapping, torch.tensor([-1, -1, -1])])
     write_kv(torch.cat([batch.k, kv_pad]), torch.cat([batch.v, kv_pad]), keys, values, slots)
     assert torch.equal(keys.nan_to_num(9.0), batch.keys.nan_to_num(9.0))
-    metadata = AttentionMetadata(
-        torch.tensor([0, 2, 6, 6]),
-        torch.tensor([5, 4, 0]),
-        torch.cat([batch.metadata.block_table, batch.metadata.block_table[:1]]),
-        slots,
-    )
-    output, lse = paged_attention(torch.cat([batch.q, pad]), keys, values, metadata)
-    torch.testing.assert_close(output[:6], expected, rtol=0, atol=1e-12)
-    assert (output[6:] == 0).all() and (lse[6:] == -torch.inf).all()
+    # Padding behind the last request, and padding that is a request of length 0 (with one or two queries).
+    for starts, seq_lens in (([0, 2, 6], [5, 4]), ([0, 2, 6, 6], [5, 4, 0]), ([0, 2, 6, 7, 9], [5, 4, 0, 0])):
+        table = batch.metadata.block_table[torch.tensor([0, 1, 1, 1])[: len(seq_lens)]]
+        metadata = AttentionMetadata(torch.tensor(starts), torch.tensor(seq_lens), table, slots)
+        output, lse = paged_attention(torch.cat([batch.q, pad]), keys, values, metadata)
+        torch.testing.assert_close(output[:6], expected, rtol=0, atol=1e-12)
+        assert (output[6:] == 0).all() and (lse[6:] == -torch.inf).all()
+
+
+def test_no_row_is_padded_to_more_than_twice_its_length():
+    rng = random.Random(0)
+    lens = [rng.choice([1, 2, 3, 8, 100, 4096]) for _ in range(50)]
+    metadata = AttentionMetadata(torch.arange(51), torch.tensor(lens), torch.zeros(50, 1), torch.zeros(50))
+    seen = []
+    for query_len, rows in metadata.row_groups:
+        group = [lens[row] for row in rows.tolist()]
+        assert query_len == 1 and max(group) < 2 * min(group) + 1
+        seen += rows.tolist()
+    assert sorted(seen) == list(range(50)) and len(metadata.row_groups) <= 6
 
 
 def test_bf16_is_computed_in_float32():

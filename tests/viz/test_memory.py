@@ -39,6 +39,27 @@ def test_a_block_given_back_within_a_step_shows_its_next_owner():
     assert owner.tolist() == [[0, 1]]
 
 
+def test_a_request_that_gives_way_is_not_seen_in_that_step():
+    events = [
+        MemoryEvent(0, "allocate", "A", (0,), 3),
+        MemoryEvent(0, "allocate", "B", (1,), 4),
+        MemoryEvent(1, "grow", "A", (0,), 4),
+        MemoryEvent(1, "free", "B", (), 0),  # refused its next slot, and given up
+    ]
+    owner, _ = replay(events, num_blocks=2, block_size=4)
+    assert owner[4:, 1].tolist() == [-1] * 4
+
+
+def test_any_request_id_will_do():
+    events = [MemoryEvent(0, "allocate", name, (i,), 1) for i, name in enumerate(["a_1", "cmpl-8f3a", "1a", "é1", ""])]
+    assert viz.digest(viz.memory_map(events, 5, 1, "T"))
+
+
+def test_a_map_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"no events: set manager\.events"):
+        viz.memory_map([], 4, 4, "T")
+
+
 def test_the_memory_map_counts_owned_and_filled_slots():
     twin = viz.digest(viz.memory_map(EVENTS, 3, 2, "T"))
     assert "image 'owners 12, with a token 9' 6 x 3" in twin
