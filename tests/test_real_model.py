@@ -64,10 +64,9 @@ def test_an_answer_stops_at_the_end_of_turn_token(real_llm):
 def test_mean_nll_of_the_probe_sentence_is_right(real_llm):
     # Permuted q and k rows give 2.447 and still say " Paris": one token is no gate.
     ids = torch.tensor([real_llm.tokenizer.encode(PROBE)])
-    no_padding = torch.tensor([0])
     with torch.inference_mode():
         positions = torch.arange(ids.shape[1])[None]
-        hidden = real_llm.model(ids, positions, lambda layer, q, k, v: dense_attention(q, k, v, no_padding))
+        hidden = real_llm.model(ids, positions, lambda layer, q, k, v: dense_attention(q, k, v, (0,)))
         logits = real_llm.model.compute_logits(hidden)
         nll = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).item()
     assert nll == pytest.approx(PROBE_NLL, abs=PROBE_TOLERANCE)

@@ -98,7 +98,7 @@ def cached_steps(
 class ConcatCache:
     """Stage 1: a pair of tensors per layer, replaced by a longer pair in every step."""
 
-    def start(self, model: Decoder, num_padding: Tensor, work: Work) -> None:
+    def start(self, model: Decoder, num_padding: tuple[int, ...], work: Work) -> None:
         """Begins empty."""
         self.windows, self.num_padding, self.work = model.config.sliding_window, num_padding, work
         self.keys: dict[int, Tensor] = {}
@@ -123,7 +123,7 @@ class SlabCache:
         check_int("max_model_len", max_model_len, minimum=1)
         self.max_model_len = max_model_len
 
-    def start(self, model: Decoder, num_padding: Tensor, work: Work) -> None:
+    def start(self, model: Decoder, num_padding: tuple[int, ...], work: Work) -> None:
         """Reserves the slabs; the first token will stand in column 0."""
         c = model.config
         shape = (c.num_layers, len(num_padding), self.max_model_len, c.num_kv_heads, c.head_dim)
@@ -152,20 +152,20 @@ class PaddedBatch:
     Attributes:
         input_ids: `[batch, longest]`; padding repeats the row's first token, and no real token sees it.
         positions: `[batch, longest]`; the first real token of a row has position 0 (padding too).
-        num_padding: `[batch]`, padding columns at the left of each row.
+        num_padding: padding columns at the left of each row.
     """
 
     input_ids: Tensor
     positions: Tensor
-    num_padding: Tensor
+    num_padding: tuple[int, ...]
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], device: torch.device) -> "PaddedBatch":
         """Pads prompts on the left."""
         longest = max(len(prompt) for prompt in prompts)
         rows = [[prompt[0]] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-        num_padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
-        positions = torch.arange(longest, device=device) - num_padding[:, None]
+        num_padding = tuple(longest - len(prompt) for prompt in prompts)
+        positions = torch.arange(longest, device=device) - torch.tensor(num_padding, device=device)[:, None]
         return cls(torch.tensor(rows, device=device), positions.clamp(min=0), num_padding)
 
 

@@ -1,12 +1,11 @@
-"""Attention in plain torch: over dense rows, and over blocks through a block table.
+"""Attention in plain torch, through a block table: the reference that every faster back end is held against.
 
-This is the reference that every faster back end is held against. Both forms end in `masked_attention`, the
-one place where scores become weights; they differ in where keys and values come from. Any float type works;
-scores and weights are computed in float32 at least.
+The dense rows of the naive stages are a special case of it, so there is one attention for all stages. Any
+float type works; scores and weights are computed in float32 at least.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -49,6 +48,48 @@ class AttentionMetadata:
                 groups.setdefault((query_len, seq_len.bit_length()), []).append(row)
         device = self.seq_lens.device
         return [(query_len, torch.tensor(rows, device=device)) for (query_len, _), rows in groups.items()]
+
+    def gathers(self, block_size: int, window: int | None) -> list["Gather"]:
+        """What attention reads for each group of rows; made once per pass, the same for all its layers."""
+        key = (block_size, window)
+        if key not in self._gathers:
+            self._gathers[key] = [self._gather(*group, *key) for group in self.row_groups]
+        return self._gathers[key]
+
+    @cached_property
+    def _gathers(self) -> dict[tuple[int, int | None], list["Gather"]]:
+        return {}
+
+    def _gather(self, query_len: int, rows: Tensor, block_size: int, window: int | None) -> "Gather":
+        query = torch.arange(query_len, device=rows.device)
+        seq_lens = self.seq_lens[rows, None]
+        position = torch.arange(int(seq_lens.max()), device=rows.device)
+        stored = position < seq_lens
+        blocks = self.block_table[rows][:, position // block_size]
+        slots = torch.where(stored, blocks * block_size + position % block_size, 0)
+        query_position = (seq_lens - query_len + query)[..., None]
+        visible = position <= query_position
+        if window is not None:
+            visible &= position > query_position - window
+        missing = None if stored.all() else ~stored[..., None, None]
+        return Gather(self.query_start_loc[rows, None] + query, slots, missing, visible)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """What a group of rows reads.
+
+    Attributes:
+        tokens: `[num_rows, query_len]`, indices of their tokens in the pass.
+        slots: `[num_rows, longest]`, where their keys and values lie; 0 behind a row's end.
+        missing: `[num_rows, longest, 1, 1]`, True behind a row's end; None if all rows are equally long.
+        visible: `[num_rows, query_len, longest]`, which keys each token may see.
+    """
+
+    tokens: Tensor
+    slots: Tensor
+    missing: Tensor | None
+    visible: Tensor
 
 
 class KVCache:
@@ -118,47 +159,57 @@ def paged_attention(
     output = torch.zeros_like(q)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
-    for query_len, rows in metadata.row_groups:
-        tokens = metadata.query_start_loc[rows, None] + torch.arange(query_len, device=q.device)
-        seq_lens = metadata.seq_lens[rows, None]
-        position = torch.arange(int(seq_lens.max()), device=q.device)
-        blocks = metadata.block_table[rows][:, position // keys.shape[1]]
-        stored = position < seq_lens
-        slots = torch.where(stored, blocks * keys.shape[1] + position % keys.shape[1], 0)
-        k, v = (cache.flatten(0, 1)[slots].masked_fill(~stored[..., None, None], 0) for cache in (keys, values))
-        query_position = seq_lens - query_len + torch.arange(query_len, device=q.device)
-        visible = position <= query_position[..., None]
-        if window is not None:
-            visible &= position > query_position[..., None] - window
-        output[tokens], lse[tokens] = masked_attention(q[tokens], k, v, visible)
+    for gather in metadata.gathers(keys.shape[1], window):
+        k, v = keys.flatten(0, 1)[gather.slots], values.flatten(0, 1)[gather.slots]
+        if gather.missing is not None:
+            k, v = k.masked_fill(gather.missing, 0), v.masked_fill(gather.missing, 0)
+        output[gather.tokens], lse[gather.tokens] = masked_attention(q[gather.tokens], k, v, gather.visible)
     return output, lse
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, num_padding: Tensor, window: int | None = None) -> Tensor:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, num_padding: tuple[int, ...], window: int | None = None) -> Tensor:
     """Causal attention over rows that lie side by side, one column per token: how it was before paging.
 
-    Rows of different length are padded on the left, so that the newest token of every row stands in the last
-    column. The queries are the last `num_queries` columns (the mask is aligned at the bottom right). A padding
-    column is seen by nobody but itself: a row of the softmax with nothing in it would be NaN.
+    It is paged attention over blocks of one slot (`dense_metadata`). Rows of different length are padded on
+    the left, so that the newest token of every row stands in the last column.
 
     Args:
-        q: `[batch, num_queries, num_heads, head_dim]`.
+        q: `[batch, num_queries, num_heads, head_dim]`, the last columns.
         k: `[batch, num_columns, num_kv_heads, head_dim]`.
         v: like `k`.
-        num_padding: `[batch]`, int64, how many columns at the left of each row are padding.
+        num_padding: how many columns at the left of each row are padding.
         window: how many of the latest columns, its own included, a token may see; None for all.
 
     Returns:
-        `[batch, num_queries, num_heads, head_dim]`.
+        `[batch, num_queries, num_heads, head_dim]`; 0 in padding columns.
     """
-    num_columns = k.shape[1]
-    key = torch.arange(num_columns, device=q.device)
-    query = key[num_columns - q.shape[1] :, None]
-    visible = key <= query
-    if window is not None:
-        visible &= key > query - window
-    visible = (visible & (key >= num_padding[:, None, None])) | (key == query)
-    return masked_attention(q, k, v, visible)[0]
+    metadata = dense_metadata(num_padding, q.shape[1], k.shape[1], q.device)
+    keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (k, v))
+    return paged_attention(q.flatten(0, 1), keys, values, metadata, window)[0].unflatten(0, q.shape[:2])
+
+
+@lru_cache(maxsize=8)
+def dense_metadata(
+    num_padding: tuple[int, ...], num_queries: int, num_columns: int, device: torch.device
+) -> AttentionMetadata:
+    """Padded rows as block tables: blocks of one slot, and each table names the neighbours behind the padding.
+
+    A row is two requests: its padding, which has no tokens, and its text. All layers of a pass share the
+    result.
+    """
+    lens = [num_columns - padding for padding in num_padding]
+    starts, seq_lens, tables = [0], [], []
+    for row, length in enumerate(lens):
+        end = (row + 1) * num_columns
+        starts += [(row + 1) * num_queries - min(length, num_queries), (row + 1) * num_queries]
+        seq_lens += [0, length]
+        tables += [[0] * num_columns, [*range(end - length, end), *([0] * (num_columns - length))]]
+    return AttentionMetadata(
+        torch.tensor(starts, device=device),
+        torch.tensor(seq_lens, device=device),
+        torch.tensor(tables, device=device),
+        torch.empty(0, dtype=torch.int64, device=device),
+    )
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:

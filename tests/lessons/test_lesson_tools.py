@@ -30,7 +30,7 @@ def test_the_flops_of_a_pass_are_those_that_torch_counts_less_masked_scores(tiny
         hidden = decoder(
             ids,
             torch.arange(16).expand(3, 16),
-            lambda layer, q, k, v: dense_attention(q, k, v, torch.zeros(3, dtype=torch.int64)),
+            lambda layer, q, k, v: dense_attention(q, k, v, (0, 0, 0)),
         )
         decoder.compute_logits(hidden[:, -1])
     cost = pass_cost(decoder.config, batch=3, new_tokens=16, context=0, itemsize=8)

@@ -7,7 +7,15 @@ import torch
 
 from minivllm.model.attention import AttentionMetadata, dense_attention, masked_attention, paged_attention, write_kv
 
-NO_PADDING = torch.tensor([0])
+
+def torch_attention(q, k, v, window=None):
+    """torch's own attention for one row, `[num_tokens, heads, head_dim]`: the oracle."""
+    position = torch.arange(len(k))
+    query = position[len(k) - len(q) :, None]
+    visible = (position <= query) & (position > query - (window or len(k)))
+    rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+    output = torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=visible, enable_gqa=True)
+    return output[0].transpose(0, 1)
 
 
 class Batch:
@@ -51,8 +59,7 @@ class Batch:
         return paged_attention(self.q, self.keys, self.values, self.metadata, window)
 
     def dense(self, window=None):
-        rows = [dense_attention(q[None], k[None], v[None], NO_PADDING, window)[0] for q, k, v in self.rows]
-        return torch.cat(rows)
+        return torch.cat([torch_attention(q, k, v, window) for q, k, v in self.rows])
 
 
 MIXED = [(0, 1), (0, 17), (14, 1), (15, 1), (16, 1), (33, 1), (5, 12), (31, 17), (0, 40)]
@@ -147,5 +154,20 @@ def test_bf16_is_computed_in_float32():
     batch = Batch(MIXED, 16, dtype=torch.bfloat16)
     output, lse = batch.paged()
     assert output.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    wide = torch.cat([dense_attention(*(x[None].double() for x in row), NO_PADDING)[0] for row in batch.rows])
+    wide = torch.cat([torch_attention(*(x.double() for x in row)) for row in batch.rows])
     torch.testing.assert_close(output.double(), wide, rtol=2**-8, atol=2**-9)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("num_queries", [1, 4, 12])
+def test_padded_rows_equal_torch_row_by_row(num_queries, window):
+    generator = torch.Generator().manual_seed(0)
+    num_padding = (0, 5, 11, 8)
+    q = torch.randn(4, num_queries, 6, 8, generator=generator, dtype=torch.float64)
+    k, v = (torch.randn(4, 12, 2, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    output = dense_attention(q, k, v, num_padding, window)
+    for row, padding in enumerate(num_padding):
+        real = min(num_queries, 12 - padding)
+        expected = torch_attention(q[row, num_queries - real :], k[row, padding:], v[row, padding:], window)
+        torch.testing.assert_close(output[row, num_queries - real :], expected, rtol=0, atol=1e-12)
+        assert (output[row, : num_queries - real] == 0).all()
