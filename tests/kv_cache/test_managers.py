@@ -197,6 +197,15 @@ def test_only_block_tails_are_waste():
     assert cache.fragmentation(Fake("next", 1000, max_num_tokens=1001)).external == 0
 
 
+@pytest.mark.parametrize(("num_tokens", "empty"), [(1, 15), (15, 1), (16, 0), (17, 15), (32, 0)])
+def test_the_last_block_of_16_tokens_is_full_and_that_of_17_holds_one(num_tokens, empty):
+    for cache in (PagedKVCache(4, B), contiguous(4)):
+        a = Fake("a", max_num_tokens=num_tokens + 1)
+        grow(cache, a, num_tokens)
+        report = cache.fragmentation()
+        assert (report.used, report.to_come + report.internal) == (num_tokens, empty)
+
+
 def test_shared_slots_count_once():
     cache, a, b = PagedKVCache(4, B), Fake("a", max_num_tokens=21), Fake("b", num_computed_tokens=20, max_num_tokens=33)
     grow(cache, a, 20)
