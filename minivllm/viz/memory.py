@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
@@ -177,34 +178,39 @@ def block_tables(
                 y += 1
             ax.plot([], [], color=color, label=f"{name} → {', '.join(map(str, table))}")
             y += 1
-        for block in range(num_blocks):
-            holders = owners.get(block, [])
-            ax.barh(
-                block * scale,
-                1.0,
-                left=3,
-                height=0.8,
-                color=FAINT if not holders else "white",
-                edgecolor=INK,
-                label="_box",
-            )
-            for part, index in enumerate(holders):
-                width = 1 / len(holders)
-                ax.barh(
-                    block * scale,
-                    width,
-                    left=3 + part * width,
-                    height=0.8,
-                    color=request_color(index),
-                    alpha=0.8,
-                    label="_box",
-                )
-            ax.text(4.08, block * scale, f"{block}", va="center", fontsize=8)
+        _draw_pool(ax, owners, num_blocks, scale)
         ax.text(0.5, -1.0, "block table (the text's order)", ha="center", fontsize=9)
         ax.text(3.5, -1.0, "pool", ha="center", fontsize=9)
         ax.set(title=title, xlim=(-1.2, 4.6), ylim=(max(rows, num_blocks) - 0.3, -1.6))
         ax.axis("off")
         return fig
+
+
+def _draw_pool(ax: Axes, owners: Mapping[int, Sequence[int]], num_blocks: int, scale: float) -> None:
+    """The column of blocks on the right; a block shows the colours of all its holders."""
+    for block in range(num_blocks):
+        holders = owners.get(block, [])
+        ax.barh(
+            block * scale,
+            1.0,
+            left=3,
+            height=0.8,
+            color=FAINT if not holders else "white",
+            edgecolor=INK,
+            label="_box",
+        )
+        for part, index in enumerate(holders):
+            width = 1 / len(holders)
+            ax.barh(
+                block * scale,
+                width,
+                left=3 + part * width,
+                height=0.8,
+                color=request_color(index),
+                alpha=0.8,
+                label="_box",
+            )
+        ax.text(4.08, block * scale, f"{block}", va="center", fontsize=8)
 
 
 def _natural(name: str) -> list[tuple[str, int]]:
