@@ -138,7 +138,7 @@ def split_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     """
     if isinstance(prompt, dict):
         kinds: dict[Any, Any] = {"prompt": str, "prompt_token_ids": (list, tuple)}
-        if len(prompt) != 1 or not isinstance(next(iter(prompt.values())), kinds.get(next(iter(prompt)), ())):
+        if len(prompt) != 1 or not all(isinstance(value, kinds.get(key, ())) for key, value in prompt.items()):
             raise ValueError(
                 "a prompt dict is {'prompt': text} or {'prompt_token_ids': list of ids}, "
                 f"got { {key: type(value).__name__ for key, value in prompt.items()} }"

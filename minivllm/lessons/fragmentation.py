@@ -78,18 +78,7 @@ def run_mix(lengths: Sequence[tuple[int, int]], manager: KVCacheManager, sample_
         ValueError: a length below 1, a pool that is in use, or a request that it can never hold.
     """
     check_int("sample_every", sample_every, minimum=1)
-    for prompt, answer in lengths:
-        check_int("a prompt's length", prompt, minimum=1)
-        check_int("an answer's length", answer, minimum=1)
-    if manager.num_free_blocks != manager.num_blocks:
-        raise ValueError(f"{manager.num_blocks - manager.num_free_blocks} blocks are in use: take an empty manager")
-    requests = [LengthOnly(f"R{i}", prompt, prompt + answer) for i, (prompt, answer) in enumerate(lengths)]
-    for request in requests:
-        if not manager.can_ever_fit(request.max_num_tokens - 1):
-            slots = manager.num_blocks * manager.block_size
-            raise ValueError(
-                f"{request.request_id} comes to {request.max_num_tokens} tokens, the pool has {slots} slots"
-            )
+    requests = _requests(lengths, manager)
     waiting, running, report = deque(requests), list[LengthOnly](), MixReport()
     while waiting or running:
         manager.step, preemptions_before = report.num_steps, report.num_preemptions
@@ -118,6 +107,23 @@ def run_mix(lengths: Sequence[tuple[int, int]], manager: KVCacheManager, sample_
             running.remove(request)
         report.num_steps += 1
     return report
+
+
+def _requests(lengths: Sequence[tuple[int, int]], manager: KVCacheManager) -> list[LengthOnly]:
+    """The requests of a mix, once it is sure that an empty manager can bring each of them to its end."""
+    for prompt, answer in lengths:
+        check_int("a prompt's length", prompt, minimum=1)
+        check_int("an answer's length", answer, minimum=1)
+    if manager.num_free_blocks != manager.num_blocks:
+        raise ValueError(f"{manager.num_blocks - manager.num_free_blocks} blocks are in use: take an empty manager")
+    requests = [LengthOnly(f"R{i}", prompt, prompt + answer) for i, (prompt, answer) in enumerate(lengths)]
+    for request in requests:
+        if not manager.can_ever_fit(request.max_num_tokens - 1):
+            slots = manager.num_blocks * manager.block_size
+            raise ValueError(
+                f"{request.request_id} comes to {request.max_num_tokens} tokens, the pool has {slots} slots"
+            )
+    return requests
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ prompts, `sample_branches` continues one prompt several times and shares what th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class TextSequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_num_tokens: int
-    num_computed_tokens: int = field(default=0)
+    num_computed_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
