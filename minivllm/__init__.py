@@ -6,16 +6,21 @@ from minivllm.config import EngineConfig
 from minivllm.request import CompletionOutput, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from minivllm.engine import LLM
+    from minivllm.engine import LLMEngine
+    from minivllm.llm import LLM
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "LLMEngine", "RequestOutput", "SamplingParams"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `LLM` on first use: it brings torch and transformers along, which takes seconds."""
+    """Imports the engines on first use: they bring torch and transformers along, which takes seconds."""
     if name == "LLM":
-        from minivllm.engine import LLM
+        from minivllm.llm import LLM
 
         return LLM
+    if name == "LLMEngine":
+        from minivllm.engine import LLMEngine
+
+        return LLMEngine
     raise AttributeError(f"module 'minivllm' has no attribute {name!r}")

@@ -10,9 +10,10 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
-from minivllm.config import DTYPES
+from minivllm.config import CHOICES, EngineConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,33 +105,50 @@ def _build(args: argparse.Namespace) -> Any:
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
+        min_p=args.min_p,
         seed=args.sampling_seed,
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
     )
-    llm = LLM(
-        args.model,
-        tokenizer=args.tokenizer,
-        device=args.device,
-        dtype=args.dtype,
-        seed=args.seed,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
-    )
-    return llm, params
+    return LLM(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)}), params
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """One option per field of EngineConfig, with its name, default and choices."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", default="smollm2-135m", help="alias, folder or hub id")
-    group.add_argument("--tokenizer", help="folder or hub id, if not the model's own")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    group.add_argument("--dtype", default="auto", choices=DTYPES)
-    group.add_argument("--seed", type=int, default=0, help="of the engine")
-    group.add_argument("--max-model-len", type=int, help="longest prompt + output, in tokens")
-    group.add_argument("--max-num-seqs", type=int, default=256, help="most requests in a batch")
-    group.add_argument("--kv-cache-memory-bytes", type=int, help="memory for keys and values")
+    for field in fields(EngineConfig):
+        flag, help_text = "--" + field.name.replace("_", "-"), ENGINE_OPTIONS[field.name]
+        options: dict[str, Any] = {"default": field.default, "help": help_text}
+        if isinstance(field.default, bool):
+            options["action"] = argparse.BooleanOptionalAction
+        elif field.name in CHOICES:
+            options["choices"] = [choice for choice in CHOICES[field.name] if choice is not None]
+        else:
+            kinds = {"int": int, "int | None": int, "float": float}
+            options["type"] = kinds.get(str(field.type), str)
+        group.add_argument(flag, **options)
+
+
+ENGINE_OPTIONS = {
+    "model": "alias, folder or hub id",
+    "tokenizer": "folder or hub id, if not the model's own",
+    "device": "auto, cpu, cuda or cuda:N",
+    "dtype": "number format of weights and keys and values",
+    "seed": "of the engine",
+    "max_model_len": "longest prompt + output, in tokens",
+    "block_size": "tokens per block of the KV cache",
+    "num_kv_blocks": "blocks of the KV cache",
+    "kv_cache_memory_bytes": "memory for keys and values",
+    "gpu_memory_utilization": "share of the GPU's memory to use in all",
+    "max_num_seqs": "most requests that run together",
+    "max_num_batched_tokens": "most tokens computed in one step",
+    "enable_chunked_prefill": "compute long prompts in pieces",
+    "long_prefill_token_threshold": "most tokens of one prompt per step (0: no limit)",
+    "scheduling_policy": "who is served first",
+    "kv_cache": "memory in blocks or in one piece per request",
+    "reservation": "what contiguous memory reserves at admission",
+    "batching": "continuous, or static batches that run until their slowest member ends",
+}
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -138,6 +156,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
     group.add_argument("--top-p", type=float, default=1.0)
     group.add_argument("--top-k", type=int, default=0)
+    group.add_argument("--min-p", type=float, default=0.0)
     group.add_argument("--sampling-seed", type=int, help="of this request")
     group.add_argument("--max-tokens", type=int, default=64)
     group.add_argument("--ignore-eos", action="store_true")

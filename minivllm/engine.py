@@ -1,280 +1,322 @@
-"""LLM: the offline front. Text in, text out.
+"""LLMEngine: requests in, tokens out, one step at a time.
 
-For now it runs stage 2 of the lessons, padded static batches on slabs; its signatures are those of the
-finished engine. A slab is as long as its batch needs, and a batch is as large as `max_num_seqs` and the
-memory for keys and values allow.
+The whole engine is the loop in `LLMEngine.step`. New requests and aborts may come from any thread; they are
+only queued, and the loop applies them between two steps, so that everything else runs in one thread.
 """
 
-import copy
-import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import Any
+from threading import Lock
+from typing import Literal, Protocol
 
-import torch
-from torch import Tensor
-from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
-from minivllm.config import GIB, EngineConfig
-from minivllm.device import resolve_device, resolve_dtype
-from minivllm.lessons.naive import SlabCache, generate
-from minivllm.model.hub import resolve_model
-from minivllm.model.weights import load_config, load_decoder
+from minivllm.clock import Clock, WallClock
+from minivllm.config import EngineConfig
+from minivllm.prompts import Prompt, check_prompt, parse_prompt
 from minivllm.request import (
     CompletionOutput,
-    FinishReason,
-    Prompt,
+    Request,
+    RequestMetrics,
     RequestOutput,
     SamplingParams,
-    as_prompt_list,
-    check_prompt,
-    split_prompt,
+    branch_id,
 )
-from minivllm.sampler import Sampler, derive_seed
-from minivllm.tokenizer import Message, encode, load_tokenizer, read_eos_token_ids, render_chat
+from minivllm.sampler import derive_seed
+from minivllm.scheduler import RunnerOutput, Scheduler, SchedulerOutput
+from minivllm.tokenizer import encode
+from minivllm.trace import Recorder, Trace
 
-LOADED_WITH_WEIGHTS = ("model", "tokenizer", "device", "dtype")
+OutputKind = Literal["cumulative", "final_only"]
+
+
+class Runner(Protocol):
+    """Whoever carries a plan out: the model, or a simulation of it."""
+
+    def execute(self, plan: SchedulerOutput) -> RunnerOutput:
+        """Computes what the plan asks for. A request that can't be computed is reported in `failed`."""
 
 
 @dataclass(frozen=True)
-class _Job:
-    """A checked request on its way through `generate`."""
-
-    number: int
-    prompt: str | None
-    token_ids: list[int]
-    params: SamplingParams
-    max_tokens: int
-    seed: int
-
-
-class LLM:
-    """A model, its tokenizer, and a way to run prompts through them.
+class ModelLimits:
+    """What the engine must know of the model to check a request.
 
     Attributes:
-        config: what it was built from.
-        model: the decoder.
-        tokenizer: transformers' tokenizer of the model.
+        vocab_size: token ids are below it.
         max_model_len: longest prompt + output, in tokens.
+        eos_token_ids: tokens that end a text.
     """
 
-    def __init__(self, model: str | os.PathLike[str] = "smollm2-135m", **fields: Any) -> None:
-        """Loads a model.
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int] = frozenset()
 
-        Args:
-            model: an alias ("smollm2-135m"), a folder in Hugging Face format, or a hub id.
-            **fields: any other field of `EngineConfig`.
 
-        Raises:
-            ValueError: a bad option, an unknown or broken model, or a device that is not there.
-        """
-        self.config = EngineConfig.from_fields(model=os.fspath(model), **fields)
-        device = resolve_device(self.config.device)
-        folder = resolve_model(self.config.model)
-        dtype = resolve_dtype(self.config.dtype, device, load_config(folder).dtype)
-        self.model = load_decoder(folder, device, dtype, self.config.max_model_len)
-        self.max_model_len = self.model.rotary.num_positions
-        self.tokenizer = load_tokenizer(resolve_model(self.config.tokenizer) if self.config.tokenizer else folder)
-        self.eos_token_ids = read_eos_token_ids(folder, self.tokenizer)
-        self._request_numbers, self._unseeded_numbers = count(), count()
-        self._sampler = Sampler()
-        self._check_memory()
+@dataclass(eq=False)
+class Submission:
+    """A checked prompt, and the requests that its answers are: one at first, n once they branch off."""
 
-    def generate(
+    prompt: str | None
+    request: Request
+    output_kind: OutputKind
+    answers: dict[int, Request] = field(default_factory=dict)
+    aborted: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether all answers have ended."""
+        complete = len(self.answers) == self.request.params.n or self.request.num_samples > 1
+        return complete and all(answer.status.finish_reason for answer in self.answers.values())
+
+
+class LLMEngine:
+    """Runs any mix of requests together.
+
+    Attributes:
+        config: every option.
+        scheduler: who runs when; its `manager` knows who owns which slot.
+        runner: turns a plan into tokens.
+        clock: what all times are read from.
+    """
+
+    def __init__(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
-        """Continues every prompt; all of them are checked before the first is run.
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: Runner,
+        limits: ModelLimits,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Puts an engine together; `LLM` does it from a config.
 
         Args:
-            prompts: a string, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list
-                of any of these.
-            sampling_params: one for all, or one per prompt; None means `SamplingParams()`.
-            use_tqdm: show a bar of finished requests.
+            config: every option.
+            scheduler: on an empty memory.
+            runner: whose cache the memory's block numbers stand for.
+            limits: what the model can take.
+            tokenizer: for prompts that are text, and for the text of answers (without it, answers have none).
+            clock: None is real time.
+        """
+        self.config, self.scheduler, self.runner, self.limits = config, scheduler, runner, limits
+        self.tokenizer, self.clock = tokenizer, clock or WallClock()
+        self._submissions: dict[str, Submission] = {}
+        self._names: set[str] = set()  # of all answers of what is in _submissions
+        self._lock = Lock()  # for the three of them
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._ended: list[Request] = []  # aborted, and not reported yet
+        self._unseeded = count()
+        self._recorder: Recorder | None = None
+        self._held_back: list[RequestOutput] = []
+        manager = scheduler.manager
+        slots = range(1, manager.num_blocks * manager.block_size + 1)
+        self._max_slots = bisect_left(slots, True, key=lambda slots: not manager.can_ever_fit(slots))
+
+    def step(self) -> list[RequestOutput]:
+        """Makes one step: every running request gets on by at least one token.
 
         Returns:
-            One output per prompt, in the order of the prompts.
-
-        Raises:
-            ValueError: an empty or too long prompt, text that is no Unicode, token ids out of the vocabulary,
-                a wrong number of sampling params, or a request that the memory could never hold: prompt and
-                max_tokens (up to max_model_len) need more than kv_cache_memory_bytes. With max_tokens=None an
-                answer ends where the memory does. Also if the model's logits are not finite.
+            What has come of the requests that got a token or ended: all their tokens so far (only in their last
+            step, for those added with output_kind "final_only").
         """
-        prompt_list = as_prompt_list(prompts)
-        texts_and_ids = [split_prompt(prompt) for prompt in prompt_list]
-        return self._run(
-            [(text, encode(self.tokenizer, text or "") if ids is None else ids) for text, ids in texts_and_ids],
-            sampling_params,
-            use_tqdm,
-        )
+        self._take_in()
+        start = self.clock.now()
+        plan = self.scheduler.schedule(start)
+        try:
+            result = self.runner.execute(plan)
+        except BaseException:
+            self.scheduler.cancel(plan)
+            raise
+        self.clock.advance(result.elapsed_s)
+        self._take_in()  # who was aborted meanwhile gets no token any more
+        end = self.clock.now()
+        touched, self._ended = self._ended + self.scheduler.update(plan, result, end), []
+        if self._recorder is not None:
+            self._recorder.record(plan, touched, start, end)
+        held_back, self._held_back = self._held_back, []
+        return held_back + self._outputs(touched)
 
-    def chat(
+    def add_request(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
         *,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
-        """Answers one conversation, or a list of them, through the model's chat template.
+        arrival_time: float | None = None,
+        priority: int | None = None,
+        output_kind: OutputKind = "cumulative",
+    ) -> None:
+        """Hands a request to the engine; its answer comes out of `step`.
 
         Args:
-            messages: dicts with `role` and `content`, or a list of such lists.
-            sampling_params: as in `generate`.
-            use_tqdm: as in `generate`.
+            request_id: a name that no unfinished request has.
+            prompt: a string, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
+            sampling_params: None means `SamplingParams()`.
+            arrival_time: in seconds on the engine's clock; None is now.
+            priority: under the priority policy, lower goes first; None takes the prompt's, or 0.
+            output_kind: "cumulative" gives all tokens so far in every step, "final_only" gives the finished answer.
 
         Raises:
-            ValueError: as in `generate`; no message; no chat template; a message of another form.
+            ValueError: a prompt that the model or the memory can't take, a name that is in use, or a priority
+                where the policy is first come, first served.
         """
-        if not isinstance(messages, (list, tuple)) or not messages:
-            raise ValueError(
-                "messages must be a list of at least one {'role': …, 'content': …}, or a list of such lists"
-            )
-        chats = [messages] if isinstance(messages[0], dict) else messages
-        prompts = []
-        for chat in chats:
-            text = render_chat(self.tokenizer, chat)
-            prompts.append((text, encode(self.tokenizer, text, add_special_tokens=False)))
-        return self._run(prompts, sampling_params, use_tqdm)
+        self.submit(self.prepare(request_id, prompt, sampling_params, priority, output_kind), arrival_time)
 
-    def reconfigure(self, **fields: Any) -> "LLM":
-        """A new `LLM` with some options changed, on the same weights and tokenizer.
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests, wherever they stand: no token comes out after this call, and the next step reports the
+        end. Without effect for names that are not there, or no more."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            with self._lock:
+                submission = self._submissions.get(name)
+                if submission is not None and not submission.aborted:
+                    submission.aborted = True
+                    self._inbox.append(partial(self._abort, submission))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step would have anything to do or to report."""
+        return bool(self._submissions or self._held_back)
+
+    def hold_back(self, outputs: list[RequestOutput]) -> None:
+        """Keeps outputs for the next step: they came out while somebody else drove the engine."""
+        self._held_back += outputs
+
+    def start_recording(self) -> Trace:
+        """Records every step from now on, into the trace that is returned and grows.
 
         Raises:
-            ValueError: a bad option, or one that would need other weights (model, tokenizer, device,
-                dtype, or a max_model_len beyond what was loaded).
+            ValueError: it is recording already.
         """
-        other = copy.copy(self)
-        other.config = EngineConfig.from_fields(**{**vars(self.config), **fields})
-        fixed = [name for name in LOADED_WITH_WEIGHTS if getattr(other.config, name) != getattr(self.config, name)]
-        rope_type = self.model.config.hf_config.rope_parameters.get("rope_type")
-        if rope_type == "longrope" and other.config.max_model_len != self.config.max_model_len:
-            fixed.append("max_model_len (with longrope it decides the rotation)")
-        if fixed:
-            raise ValueError(f"{', '.join(fixed)} can't change on loaded weights: build a new LLM")
-        loaded = self.model.rotary.num_positions
-        other.max_model_len = other.config.max_model_len or loaded
-        if other.max_model_len > loaded:
-            raise ValueError(f"max_model_len is {other.max_model_len}, but the model was loaded with {loaded}")
-        other._request_numbers, other._unseeded_numbers = count(), count()
-        other._check_memory()
-        return other
+        if self._recorder is not None:
+            raise ValueError("the engine is recording already: stop_recording() first")
+        self._recorder = Recorder(self.config, self.scheduler, self.clock.now())
+        return self._recorder.trace
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Memory that one token's keys and values take, over all layers."""
-        return self.model.config.kv_values_per_token * self.model.dtype.itemsize
+    def stop_recording(self) -> None:
+        """Ends the recording, if there is one."""
+        self._recorder = None
 
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Memory for keys and values: as configured, else 1 GiB on a CPU and half of what a GPU has free."""
-        if self.config.kv_cache_memory_bytes is not None:
-            return self.config.kv_cache_memory_bytes
-        if self.model.device.type == "cpu":
-            return GIB
-        return torch.cuda.mem_get_info(self.model.device)[0] // 2
-
-    def _run(
+    def prepare(
         self,
-        prompts: Sequence[tuple[str | None, list[int]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        params = _one_per_prompt(SamplingParams() if sampling_params is None else sampling_params, len(prompts))
-        for index, ((_, ids), p) in enumerate(zip(prompts, params, strict=True)):
-            self._check(index, ids, p.max_tokens)
-        jobs = [self._job(text, ids, p) for (text, ids), p in zip(prompts, params, strict=True)]
-        outputs = []
-        with tqdm(total=len(jobs), desc="Requests", unit="req", disable=not use_tqdm) as bar:
-            for batch in self._batches(jobs):
-                outputs += self._run_batch(batch, bar)
-        return outputs
-
-    def _check_memory(self) -> None:
-        if self.kv_cache_bytes < self.kv_bytes_per_token:
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        priority: int | None = None,
+        output_kind: OutputKind = "cumulative",
+    ) -> Submission:
+        """Checks a request, without handing it in; the first half of `add_request`, which raises what this raises."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        text, token_ids, own_priority = parse_prompt(prompt)
+        if token_ids is None:
+            if self.tokenizer is None:
+                raise ValueError("this engine has no tokenizer: give the prompt as token ids")
+            token_ids = encode(self.tokenizer, text or "")
+        priority = own_priority if priority is None else priority
+        if priority and self.config.scheduling_policy != "priority":
             raise ValueError(
-                f"kv_cache_memory_bytes is {self.kv_cache_bytes}, and the keys and values of one token take "
-                f"{self.kv_bytes_per_token}"
+                f"the request has priority {priority} and scheduling_policy is {self.config.scheduling_policy!r}, "
+                "which does not look at it: build the engine with scheduling_policy='priority'"
             )
-
-    def _check(self, index: int, ids: list[int], max_tokens: int | None) -> None:
-        try:
-            check_prompt(ids, self.model.config.vocab_size, self.max_model_len)
-            slots = min(self.max_model_len, len(ids) + (max_tokens or 1)) - 1
-            needed, available = slots * self.kv_bytes_per_token, self.kv_cache_bytes
-            if needed > available:
-                raise ValueError(
-                    f"its {len(ids)} tokens and max_tokens {max_tokens} need {needed} bytes of keys and values and "
-                    f"there are {available}: raise kv_cache_memory_bytes or lower max_tokens"
-                )
-        except ValueError as error:
-            raise ValueError(f"prompt {index}: {error}") from None
-
-    def _job(self, text: str | None, ids: list[int], params: SamplingParams) -> _Job:
-        number = next(self._request_numbers)
-        fitting = self.kv_cache_bytes // self.kv_bytes_per_token - len(ids) + 1
-        room = min(self.max_model_len - len(ids), fitting)
-        seed = params.seed
-        if seed is None:
-            seed = 0 if params.greedy else derive_seed(self.config.seed, next(self._unseeded_numbers))
-        return _Job(number, text, ids, params, min(params.max_tokens or room, room), seed)
-
-    def _batches(self, jobs: list[_Job]) -> Iterator[list[_Job]]:
-        """Cuts the requests, in order, into batches whose slabs fit into the memory."""
-        batch: list[_Job] = []
-        for job in jobs:
-            grown = [*batch, job]
-            too_large = len(grown) * _slab_len(grown) * self.kv_bytes_per_token > self.kv_cache_bytes
-            if batch and (too_large or len(grown) > self.config.max_num_seqs):
-                yield batch
-                grown = [job]
-            batch = grown
-        yield batch
-
-    def _run_batch(self, batch: list[_Job], bar: tqdm) -> list[RequestOutput]:
-        params, seeds, steps = [job.params for job in batch], [job.seed for job in batch], count()
-
-        def pick(logits: Tensor) -> Tensor:
-            return self._sampler(logits, params, seeds, [next(steps)] * len(batch))
-
-        def on_token(row: int, token: int, reason: FinishReason | None) -> None:
-            if reason:
-                bar.update()
-
-        result = generate(
-            self.model,
-            [job.token_ids for job in batch],
-            [job.max_tokens for job in batch],
-            SlabCache(_slab_len(batch)),
-            pick=pick,
-            stop_token_ids=[frozenset() if p.ignore_eos else self.eos_token_ids for p in params],
-            on_token=on_token,
+        check_prompt(token_ids, self.limits.vocab_size, self.limits.max_model_len)
+        longest = self.limits.max_model_len
+        if params.max_tokens is None:
+            longest = min(longest, self._max_slots + 1)
+        else:
+            longest = min(longest, len(token_ids) + params.max_tokens)
+        self.scheduler.check(len(token_ids), max(longest, len(token_ids) + 1), params.n)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_num_tokens=longest,
+            stop_token_ids=frozenset() if params.ignore_eos else self.limits.eos_token_ids,
+            priority=priority,
+            num_samples=params.n,
         )
+        return Submission(text, request, output_kind, {0: request})
+
+    def submit(self, submission: Submission, arrival_time: float | None = None) -> None:
+        """Hands in what `prepare` has checked; the second half of `add_request`, which raises what this raises."""
+        request = submission.request
+        request.arrival_time = self.clock.now() if arrival_time is None else arrival_time
+        names = answer_names(request)
+        with self._lock:
+            # A member of a static batch keeps its row, and so its name, until the whole batch has ended.
+            taken = names & self._names | names & {running.request_id for running in self.scheduler.running}
+            if taken:
+                raise ValueError(f"there is a request {min(taken)!r} that has not ended, or not given its row up")
+            if request.params.seed is not None:
+                request.seed = request.params.seed
+            elif not request.params.greedy:
+                request.seed = derive_seed(self.config.seed, next(self._unseeded))
+            self._submissions[request.request_id] = submission
+            self._names |= names
+            self._inbox.append(partial(self._add, request))
+
+    def _take_in(self) -> None:
+        """Applies what has been queued."""
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        if self._recorder is not None:
+            self._recorder.add(request)
+
+    def _abort(self, submission: Submission) -> None:
+        now = self.clock.now()
+        aborted = [self.scheduler.abort(answer.request_id, now) for answer in submission.answers.values()]
+        self._ended += [answer for answer in aborted if answer is not None]
+
+    def _outputs(self, touched: list[Request]) -> list[RequestOutput]:
+        """The outputs of requests that got a token or ended, each once."""
+        changed: dict[str, Submission] = {}
+        for request in touched:
+            name = request.parent_id or request.request_id
+            submission = changed[name] = self._submissions[name]
+            submission.answers[request.index] = request
         outputs = []
-        for job, ids, reason in zip(batch, result.token_ids, result.finish_reasons, strict=True):
-            text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-            completion = CompletionOutput(0, text, ids, reason)
-            outputs.append(RequestOutput(str(job.number), job.prompt, job.token_ids, [completion], True))
+        for name, submission in changed.items():
+            if submission.finished:
+                with self._lock:
+                    del self._submissions[name]
+                    self._names -= answer_names(submission.request)
+            elif submission.output_kind == "final_only" or submission.aborted:
+                continue
+            outputs.append(self._output(submission))
         return outputs
 
+    def _output(self, submission: Submission) -> RequestOutput:
+        request, answers = submission.request, [answer for _, answer in sorted(submission.answers.items())]
+        first_times = [a.first_token_time for a in answers if a.first_token_time is not None]
+        end_times = [a.finished_time for a in answers if a.finished_time is not None]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=submission.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[self._completion(answer) for answer in answers],
+            finished=submission.finished,
+            num_cached_tokens=request.num_cached_tokens,
+            metrics=RequestMetrics(
+                arrival_time=request.arrival_time,
+                first_scheduled_time=request.first_scheduled_time,
+                first_token_time=min(first_times, default=None),
+                finished_time=max(end_times) if submission.finished else None,
+                num_preemptions=sum(answer.num_preemptions for answer in answers),
+            ),
+        )
 
-def _slab_len(batch: Sequence[_Job]) -> int:
-    """Columns a batch needs: the longest prompt, and every later token but the last, which is never read."""
-    return max(len(job.token_ids) for job in batch) + max(job.max_tokens for job in batch) - 1
+    def _completion(self, answer: Request) -> CompletionOutput:
+        token_ids = answer.output_token_ids
+        text = "" if self.tokenizer is None else str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return CompletionOutput(answer.index, text, token_ids, answer.status.finish_reason, answer.stop_reason)
 
 
-def _one_per_prompt(params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if not isinstance(params, (list, tuple)):
-        raise ValueError(f"sampling_params must be SamplingParams or a list of them, got {type(params).__name__}")
-    if len(params) != num_prompts:
-        raise ValueError(f"there are {num_prompts} prompts and {len(params)} sampling params: give one or as many")
-    for item in params:
-        if not isinstance(item, SamplingParams):
-            raise ValueError(f"sampling_params must be SamplingParams, got {type(item).__name__}")
-    return list(params)
+def answer_names(request: Request) -> set[str]:
+    """The names of all answers that a request has, or will have."""
+    return {branch_id(request.request_id, index) for index in range(request.params.n)}

@@ -22,7 +22,7 @@ class Sampler:
     """Chooses the next token of every row.
 
     A greedy row takes its largest logit (the lowest id among equals). Every other row goes through
-    temperature, top-k and top-p, and takes one token by inverse transform sampling: the first token, in
+    temperature, min-p, top-k and top-p, and takes one token by inverse transform sampling: the first token, in
     vocabulary order, at which the cumulated probability exceeds the row's uniform number.
     """
 
@@ -42,24 +42,32 @@ class Sampler:
             output_indices: how many tokens the row's request has already put out.
 
         Returns:
-            Token ids, `[num_rows]`, int64, on the logits' device.
-
-        Raises:
-            ValueError: a row whose logits are NaN or infinite, or all minus infinity.
+            Token ids, `[num_rows]`, int64, on the logits' device; -1 for a row in which a logit is NaN or plus
+            infinity, or all are minus infinity.
         """
         best, token_ids = logits.max(dim=-1)
-        broken = (~best.isfinite()).nonzero().flatten().tolist()
-        if broken:
-            raise ValueError(
-                f"the model's logits are NaN or infinite in row(s) {broken} of {len(logits)}: its weights are broken, "
-                "or its numbers overflow in float16 (take bfloat16 or float32)"
-            )
+        unusable = ~best.isfinite()
         rows = [row for row, p in enumerate(params) if not p.greedy]
-        if not rows:
-            return token_ids
-        temperature = logits.new_tensor([params[r].temperature for r in rows], dtype=torch.float32)
-        scores = logits[rows].float()
+        if rows:
+            token_ids[rows] = self._draw(logits[rows].float(), rows, params, seeds, output_indices)
+        return token_ids.masked_fill(unusable, -1)
+
+    def _draw(
+        self,
+        scores: Tensor,
+        rows: Sequence[int],
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        output_indices: Sequence[int],
+    ) -> Tensor:
+        """One token for each of some rows, `[num_drawn]`, from their scores, `[num_drawn, vocab_size]`."""
+        device = scores.device
+        temperature = torch.tensor([params[r].temperature for r in rows], device=device)
         scores = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]
+        if any(params[r].min_p > 0 for r in rows):
+            # The likeliest token has score 0; a token min_p times as likely has log(min_p).
+            floor = torch.tensor([params[r].min_p for r in rows], device=device).log()
+            scores = scores.masked_fill(scores < floor[:, None], -torch.inf)
         filtered = [i for i, r in enumerate(rows) if params[r].top_k > 0 or params[r].top_p < 1]
         if filtered:
             top_k = [params[rows[i]].top_k for i in filtered]
@@ -68,9 +76,8 @@ class Sampler:
         cumulated = scores.double().softmax(-1).cumsum(-1)
         uniform = philox_uniform([seeds[r] for r in rows], [output_indices[r] for r in rows])
         # At most (1 - 2**-53) x the total, which rounds to less than the total: some token's sum exceeds it.
-        target = torch.from_numpy(uniform).to(logits.device)[:, None] * cumulated[:, -1:]
-        token_ids[rows] = torch.searchsorted(cumulated, target, right=True).squeeze(-1)
-        return token_ids
+        target = torch.from_numpy(uniform).to(device)[:, None] * cumulated[:, -1:]
+        return torch.searchsorted(cumulated, target, right=True).squeeze(-1)
 
 
 def keep_likeliest(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 
 from minivllm.cli import main
-from tests.test_engine import tiny_folder  # noqa: F401
+from tests.test_llm import tiny_folder  # noqa: F401
 
 
 def test_generate_prints_the_text_with_its_continuation(tiny_folder, capsys):  # noqa: F811

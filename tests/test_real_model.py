@@ -43,11 +43,23 @@ def test_stage_2_gives_the_frozen_tokens_in_reversed_order(real_llm):
     assert result.token_ids == EXPECTED[::-1]
 
 
-@pytest.mark.parametrize("max_num_seqs", [5, 16])
-def test_llm_gives_the_frozen_tokens(real_llm, max_num_seqs):
+@pytest.mark.parametrize(
+    ("fields", "preempts"),
+    [
+        ({}, False),
+        ({"long_prefill_token_threshold": 7, "max_num_batched_tokens": 24}, False),
+        ({"num_kv_blocks": 14, "block_size": 8}, True),
+        ({"num_kv_blocks": 24, "max_num_seqs": 5, "enable_chunked_prefill": False, "max_model_len": 300}, False),
+        ({"batching": "static", "max_num_seqs": 5, "num_kv_blocks": 64}, False),
+        ({"kv_cache": "contiguous", "reservation": "pow2", "num_kv_blocks": 30, "block_size": 8}, True),
+    ],
+    ids=["whole prompts", "chunks of 7", "preempted", "not chunked", "static", "contiguous"],
+)
+def test_the_engine_gives_the_frozen_tokens(real_llm, fields, preempts):
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    outputs = real_llm.reconfigure(max_num_seqs=max_num_seqs).generate(PROMPTS, params, use_tqdm=False)
+    outputs = real_llm.reconfigure(**fields).generate(PROMPTS, params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == EXPECTED
+    assert (sum(output.metrics.num_preemptions for output in outputs) > 0) == preempts
 
 
 def test_an_answer_stops_at_the_end_of_turn_token(real_llm):

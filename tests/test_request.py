@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minivllm import EngineConfig, SamplingParams
-from minivllm.request import as_prompt_list, check_prompt, split_prompt
+from minivllm.prompts import as_prompt_list, check_prompt, parse_prompt
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,22 @@ from minivllm.request import as_prompt_list, check_prompt, split_prompt
         ("max_tokens", 1.5, "max_tokens must be an integer, got 1.5"),
         ("max_tokens", True, "max_tokens must be an integer, got True"),
         ("ignore_eos", 1, "ignore_eos must be True or False, got 1"),
+        ("min_p", -0.1, "min_p must be at least 0 and at most 1, got -0.1"),
+        ("min_p", 1.01, "min_p must be at least 0 and at most 1, got 1.01"),
+        ("min_p", math.nan, "min_p must be a finite number, got nan"),
+        ("n", 0, "n must be at least 1, got 0"),
+        ("n", 2.0, "n must be an integer, got 2.0"),
     ],
 )
 def test_sampling_params_refuse_by_field_and_value(field, value, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**{field: value})
+
+
+def test_many_greedy_answers_are_refused():
+    for temperature in (0, 1e-6):
+        with pytest.raises(ValueError, match=r"n is 3 and the temperature .*: greedy answers are all the same"):
+            SamplingParams(n=3, temperature=temperature)
 
 
 def test_sampling_params_take_the_edges():
@@ -55,11 +66,46 @@ def test_sampling_params_take_the_edges():
         ("max_model_len", 1, "max_model_len must be at least 2, got 1"),
         ("max_num_seqs", 0, "max_num_seqs must be at least 1, got 0"),
         ("kv_cache_memory_bytes", 0, "kv_cache_memory_bytes must be at least 1, got 0"),
+        ("num_kv_blocks", 0, "num_kv_blocks must be at least 1, got 0"),
+        ("block_size", 0, "block_size must be at least 1, got 0"),
+        ("max_num_batched_tokens", 0, "max_num_batched_tokens must be at least 1, got 0"),
+        ("long_prefill_token_threshold", -1, "long_prefill_token_threshold must be at least 0, got -1"),
+        ("gpu_memory_utilization", 0, "gpu_memory_utilization must be above 0 and at most 1, got 0"),
+        ("gpu_memory_utilization", 1.5, "at most 1, got 1.5"),
+        ("gpu_memory_utilization", math.nan, "at most 1, got nan"),
+        ("enable_chunked_prefill", 1, "enable_chunked_prefill must be True or False, got 1"),
+        ("scheduling_policy", "lifo", "scheduling_policy must be one of fcfs, priority, got 'lifo'"),
+        ("kv_cache", "radix", "kv_cache must be one of paged, contiguous, got 'radix'"),
+        ("batching", "none", "batching must be one of continuous, static, got 'none'"),
     ],
 )
 def test_engine_config_refuses_by_field_and_value(field, value, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"num_kv_blocks": 4, "kv_cache_memory_bytes": 9},
+            "num_kv_blocks is 4 and kv_cache_memory_bytes 9: .* give one",
+        ),
+        ({"reservation": "max"}, "reservation is 'max', and paged memory reserves nothing"),
+        ({"kv_cache": "contiguous", "reservation": "half"}, "reservation must be one of None, max, pow2, exact"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "max_model_len": 256},
+            "max_num_batched_tokens is 64, max_model_len is 256 and enable_chunked_prefill is False",
+        ),
+        (
+            {"enable_chunked_prefill": False, "long_prefill_token_threshold": 8},
+            "long_prefill_token_threshold is 8 and enable_chunked_prefill is False",
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**fields)
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones():
@@ -97,15 +143,16 @@ def test_what_is_no_prompt_is_refused(prompts, message):
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        ("a", ("a", None)),
-        ([1, np.int64(2)], (None, [1, 2])),
-        ({"prompt": "a"}, ("a", None)),
-        ({"prompt_token_ids": [3]}, (None, [3])),
-        ([], (None, [])),
+        ("a", ("a", None, 0)),
+        ([1, np.int64(2)], (None, [1, 2], 0)),
+        ({"prompt": "a"}, ("a", None, 0)),
+        ({"prompt_token_ids": [3]}, (None, [3], 0)),
+        ({"prompt_token_ids": [3], "priority": -2}, (None, [3], -2)),
+        ([], (None, [], 0)),
     ],
 )
 def test_a_prompt_is_text_or_tokens(prompt, expected):
-    assert split_prompt(prompt) == expected
+    assert parse_prompt(prompt) == expected
 
 
 @pytest.mark.parametrize(
@@ -126,7 +173,7 @@ def test_a_prompt_is_text_or_tokens(prompt, expected):
 )
 def test_a_malformed_prompt_is_refused(prompt, message):
     with pytest.raises(ValueError, match=message):
-        split_prompt(prompt)
+        parse_prompt(prompt)
 
 
 @pytest.mark.parametrize("length", [8192, 8193])

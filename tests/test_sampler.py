@@ -155,18 +155,50 @@ def test_top_p_that_is_reached_exactly_keeps_no_further_token():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_logits_that_are_not_finite_are_refused_by_row(bad, temperature):
+def test_only_the_row_whose_logits_are_not_finite_gets_no_token(bad, temperature):
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    rows = [SamplingParams(temperature=temperature)] * 3
+    expected = sample(logits, rows)
     logits[1, :] = bad
-    with pytest.raises(ValueError, match=r"NaN or infinite in row\(s\) \[1\] of 3"):
-        sample(logits, [SamplingParams(temperature=temperature)] * 3)
+    assert sample(logits, rows) == [expected[0], -1, expected[2]]
     logits[1, :] = 0
     logits[1, 7] = bad
-    if bad == -torch.inf:
-        sample(logits, [SamplingParams(temperature=temperature)] * 3)
-    else:
-        with pytest.raises(ValueError, match="NaN or infinite"):
-            sample(logits, [SamplingParams(temperature=temperature)] * 3)
+    found = sample(logits, rows)
+    assert [found[0], found[2]] == [expected[0], expected[2]]
+    assert (found[1] == -1) == (bad != -torch.inf)
+
+
+@pytest.mark.parametrize(("min_p", "expected"), [(0, 5), (0.1, 5), (0.126, 3), (0.25, 3), (0.26, 2), (0.51, 1), (1, 1)])
+def test_min_p_keeps_what_is_at_least_min_p_times_as_likely_as_the_likeliest(min_p, expected):
+    logits = P.log().expand(2000, -1)
+    tokens = Sampler()(logits, [SamplingParams(min_p=min_p)] * 2000, [3] * 2000, list(range(2000)))
+    assert set(tokens.tolist()) == set(range(expected))
+
+
+def test_min_p_counts_after_the_temperature_and_before_top_p():
+    # At temperature 0.5 the probabilities are as 64 : 16 : 4 : 1 : 1, and 4 is 0.0625 of 64.
+    def drawn(**fields):
+        return set(sample(P.log().expand(3000, -1), [SamplingParams(**fields)] * 3000, list(range(3000))))
+
+    assert drawn(temperature=0.5, min_p=0.06) == {0, 1, 2} and drawn(temperature=0.5, min_p=0.07) == {0, 1}
+    # Of what min-p keeps (0.5 and 0.25), the first has two thirds.
+    assert drawn(min_p=0.3, top_p=0.66) == {0} and drawn(min_p=0.3, top_p=0.67) == {0, 1}
+
+
+def test_min_p_of_1_is_greedy_and_of_0_changes_no_bit():
+    logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(0))
+    rows = [SamplingParams(temperature=1.5, min_p=1)] * 64
+    assert sample(logits, rows, list(range(64))) == logits.argmax(-1).tolist()
+    plain, off = SamplingParams(temperature=1.5), SamplingParams(temperature=1.5, min_p=0.0)
+    assert sample(logits, [plain] * 64, list(range(64))) == sample(logits, [off] * 64, list(range(64)))
+
+
+def test_rows_with_and_without_min_p_do_not_touch_each_other():
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(4))
+    params = [SamplingParams(), SamplingParams(min_p=0.2), SamplingParams(temperature=0), SamplingParams(min_p=1.0)]
+    for index in range(20):
+        alone = [sample(logits[r : r + 1], [params[r]], [r], index)[0] for r in range(4)]
+        assert sample(logits, params, [0, 1, 2, 3], index) == alone
 
 
 def test_no_draw_can_fall_behind_the_last_token(monkeypatch):

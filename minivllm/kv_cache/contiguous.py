@@ -107,6 +107,7 @@ class ContiguousKVCache(KVCacheManager):
             if run is None:
                 return False
             self._runs[request.request_id], self._requests[request.request_id] = run, request
+            self._note_change(request.request_id, 0)
             self.emit("allocate", request, num_tokens)
             return True
         return self._move(request, run, length, num_tokens)
@@ -127,20 +128,31 @@ class ContiguousKVCache(KVCacheManager):
         for index in range(self.num_blocks_for(computed)):
             self.copies.record(source.start + index, run.start + index)
         self._runs[child.request_id], self._requests[child.request_id] = run, child
+        self._note_change(child.request_id, 0)
         self.emit("fork", child, computed)
         return True
 
     def free(self, request: KVRequest) -> None:
         run = self._runs.pop(request.request_id, None)
         self._requests.pop(request.request_id, None)
+        self._changed.pop(request.request_id, None)
         if run:
             self.free_runs.put(run)
             self.copies.drop(range(run.start, run.end))
             self.emit("free", request, 0)
 
-    def get_block_ids(self, request: KVRequest) -> list[int]:
-        run = self._runs.get(request.request_id)
-        return list(range(run.start, run.end)) if run else []
+    def num_missing_blocks(self, request: KVRequest) -> int:
+        """By how much its run would have to be longer; for one without a run, the whole run."""
+        length = self._reserved_blocks(request.num_tokens, request.max_num_tokens - 1)
+        return max(0, length - self._num_blocks_of(request.request_id))
+
+    def _block_ids(self, request_id: str, start: int) -> list[int]:
+        run = self._runs.get(request_id)
+        return list(range(run.start + start, run.end)) if run else []
+
+    def _num_blocks_of(self, request_id: str) -> int:
+        run = self._runs.get(request_id)
+        return run.length if run else 0
 
     def fragmentation(self, waiting: KVRequest | None = None) -> Fragmentation:
         """A hole shorter than the next request's run is of no use to it: its slots are external waste."""
@@ -180,6 +192,7 @@ class ContiguousKVCache(KVCacheManager):
             for index in range(self.num_blocks_for(request.num_computed_tokens)):
                 self.copies.record(run.start + index, new.start + index)
         self._runs[request.request_id] = new
+        self._note_change(request.request_id, 0 if new.start != run.start else run.length)
         self.emit("move" if new.start != run.start else "allocate", request, num_tokens)
         return True
 

@@ -8,7 +8,7 @@ name and the numbers of `KVRequest`.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class KVRequest(Protocol):
@@ -80,6 +80,13 @@ class MemoryEvent:
     num_tokens: int
 
 
+class TableChange(NamedTuple):
+    """A block table is now `block_ids` from entry `start` on; what stood before it still holds."""
+
+    start: int
+    block_ids: list[int]
+
+
 class KVCacheManager(ABC):
     """Hands out slots, in blocks of `block_size`.
 
@@ -96,6 +103,7 @@ class KVCacheManager(ABC):
         self.copies = PendingCopies()
         self.events: list[MemoryEvent] | None = None
         self.step = 0
+        self._changed: dict[str, int] = {}
 
     @abstractmethod
     def can_ever_fit(self, num_tokens: int) -> bool:
@@ -125,9 +133,17 @@ class KVCacheManager(ABC):
     def free(self, request: KVRequest) -> None:
         """Takes back all slots of a request; without effect if it has none."""
 
-    @abstractmethod
     def get_block_ids(self, request: KVRequest) -> list[int]:
         """The block table: block `i` holds the tokens from i * block_size on. Empty if it has no slots."""
+        return self._block_ids(request.request_id, 0)
+
+    @abstractmethod
+    def _block_ids(self, request_id: str, start: int) -> list[int]:
+        """The block table from entry `start` on."""
+
+    @abstractmethod
+    def _num_blocks_of(self, request_id: str) -> int:
+        """Length of the block table."""
 
     @abstractmethod
     def fragmentation(self, waiting: KVRequest | None = None) -> Fragmentation:
@@ -136,6 +152,10 @@ class KVCacheManager(ABC):
         Args:
             waiting: the next request that waits for memory; None if nobody waits.
         """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Asserts the invariants."""
 
     @property
     @abstractmethod
@@ -157,9 +177,22 @@ class KVCacheManager(ABC):
         """Hands over the block copies (source, target) that must be made before the next pass, in order."""
         return self.copies.take()
 
+    def take_changes(self) -> dict[str, "TableChange"]:
+        """Hands over what has changed in block tables since the last call, for those who keep a copy of them."""
+        taken, self._changed = self._changed, {}
+        return {name: TableChange(start, self._block_ids(name, start)) for name, start in taken.items()}
+
+    def num_missing_blocks(self, request: KVRequest) -> int:
+        """Blocks that a request has still to get for the tokens that it has so far."""
+        return max(0, self.num_blocks_for(request.num_tokens) - self._num_blocks_of(request.request_id))
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
+
+    def _note_change(self, request_id: str, start: int) -> None:
+        """Remembers that a block table differs from entry `start` on from what was last handed over."""
+        self._changed[request_id] = min(start, self._changed.get(request_id, start))
 
     def emit(self, kind: str, request: KVRequest, num_tokens: int) -> None:
         """Records an event, if anybody listens."""

@@ -22,6 +22,8 @@ class PagedKVCache(KVCacheManager):
         self.pool = BlockPool(num_blocks)
         self._tables: dict[str, list[KVCacheBlock]] = {}
         self._requests: dict[str, KVRequest] = {}
+        # How many tokens a request may come to without a new block and without a copy.
+        self._room: dict[str, int] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -31,9 +33,11 @@ class PagedKVCache(KVCacheManager):
         return self.num_blocks_for(num_tokens) <= self.num_blocks
 
     def allocate_slots(self, request: KVRequest, num_new_tokens: int) -> bool:
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        if num_new_tokens > 0 and num_tokens <= self._room.get(request.request_id, 0) and self.events is None:
+            return True
         table = self._tables.get(request.request_id, [])
         self.check_call(request, num_new_tokens, bool(table))
-        num_tokens = request.num_computed_tokens + num_new_tokens
         num_new_blocks = max(0, self.num_blocks_for(num_tokens) - len(table))
         shared = self._shared_partial_block(request, table)
         taken = self.pool.allocate(num_new_blocks + (shared is not None))
@@ -45,9 +49,13 @@ class PagedKVCache(KVCacheManager):
             self.copies.record(shared.block_id, own.block_id)
             table[index] = own
             self.pool.free([shared])
+            self._note_change(request.request_id, index)
             self.emit("copy", request, num_tokens)
-        table.extend(taken)
+        if taken:
+            self._note_change(request.request_id, len(table))
+            table.extend(taken)
         self._tables[request.request_id], self._requests[request.request_id] = table, request
+        self._room[request.request_id] = len(table) * self.block_size
         self.emit("allocate" if taken else "grow", request, num_tokens)
         return True
 
@@ -62,22 +70,53 @@ class PagedKVCache(KVCacheManager):
         table = self._tables[parent.request_id][: self.num_blocks_for(child.num_computed_tokens)]
         self.pool.share(table)
         self._tables[child.request_id], self._requests[child.request_id] = list(table), child
+        self._room.pop(parent.request_id, None)
+        self._note_change(child.request_id, 0)
         self.emit("fork", child, child.num_computed_tokens)
         return True
 
     def free(self, request: KVRequest) -> None:
         table = self._tables.pop(request.request_id, [])
-        self._requests.pop(request.request_id, None)
+        for per_request in (self._requests, self._room, self._changed):
+            per_request.pop(request.request_id, None)
         self.pool.free(table)
         self.copies.drop(block.block_id for block in table if block.ref_cnt == 0)
         if table:
             self.emit("free", request, 0)
 
-    def get_block_ids(self, request: KVRequest) -> list[int]:
-        return [block.block_id for block in self._tables.get(request.request_id, [])]
+    def _block_ids(self, request_id: str, start: int) -> list[int]:
+        return [block.block_id for block in self._tables.get(request_id, [])[start:]]
+
+    def _num_blocks_of(self, request_id: str) -> int:
+        return len(self._tables.get(request_id, []))
 
     def fragmentation(self, waiting: KVRequest | None = None) -> Fragmentation:
         """Any free block fits anywhere, so nothing is lost between blocks: external is always 0."""
+        size = self.block_size
+        if sum(map(len, self._tables.values())) == self.pool.num_used:
+            num_used, num_wanted = self._count_unshared()
+        else:
+            num_used, num_wanted = self._count_by_block()
+        return Fragmentation(
+            used=num_used,
+            to_come=num_wanted - num_used,
+            internal=self.pool.num_used * size - num_wanted,
+            external=0,
+            free=self.pool.num_free * size,
+        )
+
+    def _count_unshared(self) -> tuple[int, int]:
+        """Slots with a token, and slots that will ever have one, where no block has two holders."""
+        num_used = num_wanted = 0
+        for request_id, table in self._tables.items():
+            request, slots = self._requests[request_id], len(table) * self.block_size
+            here = min(slots, request.num_computed_tokens)
+            num_used += here
+            num_wanted += min(slots, max(here, request.max_num_tokens - 1))
+        return num_used, num_wanted
+
+    def _count_by_block(self) -> tuple[int, int]:
+        """The same where blocks are shared: each counts once, by the holder that has come furthest in it."""
         size = self.block_size
         used, wanted = dict[int, int](), dict[int, int]()
         for request_id, table in self._tables.items():
@@ -87,14 +126,7 @@ class PagedKVCache(KVCacheManager):
                 ever = min(size, max(0, request.max_num_tokens - 1 - index * size))
                 used[block.block_id] = max(used.get(block.block_id, 0), here)
                 wanted[block.block_id] = max(wanted.get(block.block_id, 0), ever, here)
-        num_used, num_wanted = sum(used.values()), sum(wanted.values())
-        return Fragmentation(
-            used=num_used,
-            to_come=num_wanted - num_used,
-            internal=self.pool.num_used * size - num_wanted,
-            external=0,
-            free=self.pool.num_free * size,
-        )
+        return sum(used.values()), sum(wanted.values())
 
     def check(self) -> None:
         """Asserts the invariants: every reference is a block table's, and every table covers its tokens."""

@@ -17,7 +17,8 @@ from torch import Tensor
 from minivllm.config import check_int
 from minivllm.model.attention import dense_attention
 from minivllm.model.decoder import Decoder
-from minivllm.request import FinishReason, check_prompt
+from minivllm.prompts import check_prompt
+from minivllm.request import FinishReason
 
 PickTokens = Callable[[Tensor], Tensor]
 OnToken = Callable[[int, int, FinishReason | None], None]

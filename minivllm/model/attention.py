@@ -101,6 +101,7 @@ class KVCache:
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.block_size = block_size
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copies whole blocks (source, target) in all layers, one after the other."""

@@ -12,6 +12,7 @@ import minivllm
 from minivllm import LLM, EngineConfig, SamplingParams
 from minivllm.config import GIB
 from minivllm.lessons.naive import SlabCache, generate
+from minivllm.runner import ModelRunner
 from minivllm.sampler import Sampler
 from minivllm.tokenizer import load_tokenizer, read_eos_token_ids
 from tests.conftest import TINY, hf_generate, tiny_hf_model
@@ -43,14 +44,14 @@ def llm(tiny_folder):
 
 @pytest.fixture
 def batch_sizes(monkeypatch):
-    """The number of rows of every batch that runs."""
-    sizes, original = [], minivllm.engine.generate
+    """The number of rows of every step that runs."""
+    sizes, original = [], ModelRunner.execute
 
-    def spy(model, prompts, *args, **kwargs):
-        sizes.append(len(prompts))
-        return original(model, prompts, *args, **kwargs)
+    def spy(self, plan):
+        sizes.append(len(plan.num_scheduled_tokens))
+        return original(self, plan)
 
-    monkeypatch.setattr(minivllm.engine, "generate", spy)
+    monkeypatch.setattr(ModelRunner, "execute", spy)
     return sizes
 
 
@@ -67,6 +68,7 @@ def test_the_public_names_are_these():
         "LLM",
         "CompletionOutput",
         "EngineConfig",
+        "LLMEngine",
         "RequestOutput",
         "SamplingParams",
     }
@@ -87,7 +89,7 @@ def test_tokens_equal_transformers_in_input_order_for_any_batch_size(llm, max_nu
 
 def test_a_batch_has_at_most_max_num_seqs_rows(llm, batch_sizes):
     run(llm.reconfigure(max_num_seqs=3), random_prompts([2] * 7))
-    assert batch_sizes == [3, 3, 1]
+    assert max(batch_sizes) == 3 and batch_sizes == [3] * 24 + [1] * 12
 
 
 def test_every_token_of_an_answer_has_a_draw_of_its_own(llm):
@@ -107,13 +109,16 @@ def test_a_request_without_a_seed_counts_only_its_like(llm):
     assert tokens(run(llm.reconfigure(seed=1), [[7], [7], [7]], mates))[2] == alone[0]
 
 
-def test_a_small_memory_makes_small_batches_and_the_same_tokens(llm, batch_sizes):
+def test_a_small_memory_means_smaller_batches_and_the_same_tokens(llm, batch_sizes):
     prompts = random_prompts([9, 1, 30, 16])
     expected = tokens(run(llm, prompts))
-    # 9 and 1 need 2 x (9 + 12 - 1) = 40 slots; with the 30 it would be 3 x 41; 30 and 16 need 2 x 41.
-    small = llm.reconfigure(kv_cache_memory_bytes=82 * KV_BYTES)
+    assert batch_sizes == [4] * 12
+    batch_sizes.clear()
+    # Blocks of 8: the first three prompts take 2, 1 and 4 blocks, and the last waits until there are 2.
+    small = llm.reconfigure(block_size=8, kv_cache_memory_bytes=8 * 8 * KV_BYTES)
+    assert small.kv_cache_size.num_blocks == 8
     assert tokens(run(small, prompts)) == expected
-    assert batch_sizes == [4, 2, 2]
+    assert batch_sizes[0] == 3 and max(batch_sizes) < 4
 
 
 def test_text_prompts_are_tokenised_and_answers_are_text(llm):
@@ -221,7 +226,7 @@ def test_without_a_seed_two_requests_differ_and_a_new_engine_repeats_them(llm):
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(llm, monkeypatch, prompts, params, message):
-    monkeypatch.setattr(minivllm.engine, "generate", None)
+    monkeypatch.setattr(ModelRunner, "execute", None)
     with pytest.raises(ValueError, match=message):
         run(llm, prompts, params)
 
@@ -232,26 +237,39 @@ def test_after_a_refusal_the_engine_goes_on(llm):
     assert len(run(llm, [[5]])) == 1
 
 
-def test_a_prompt_that_its_memory_could_never_hold_is_refused_with_the_bytes(llm):
-    small = llm.reconfigure(kv_cache_memory_bytes=20 * KV_BYTES)
-    for length, max_tokens in ((21, 1), (10, 12)):
-        message = (
-            f"prompt 0: its {length} tokens and max_tokens {max_tokens} need {21 * KV_BYTES} bytes.* {20 * KV_BYTES}"
-        )
-        with pytest.raises(ValueError, match=message):
-            run(small, [[5] * length], SamplingParams(temperature=0, max_tokens=max_tokens))
+def test_a_request_that_its_memory_could_never_hold_is_refused_with_the_numbers(llm):
+    small = llm.reconfigure(block_size=4, num_kv_blocks=5)
+    with pytest.raises(
+        ValueError, match=r"prompt 0: the prompt has 21 tokens and the KV cache holds 20 \(5 blocks of 4"
+    ):
+        run(small, [[5] * 21], SamplingParams(temperature=0, max_tokens=1))
+    with pytest.raises(ValueError, match=r"has 10 tokens and max_tokens is 12, which need 21 slots, .* holds 20 \(5"):
+        run(small, [[5] * 10], SamplingParams(temperature=0, max_tokens=12))
     assert len(tokens(run(small, [[5] * 10], SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)))[0]) == 11
     # 18 slots for the prompt and the tokens after it; the last token of all is never read again.
     [output] = run(small, [[5] * 18], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 3 and output.outputs[0].finish_reason == "length"
 
 
-def test_memory_for_less_than_a_token_is_refused_at_once(llm, tiny_folder):
-    message = f"kv_cache_memory_bytes is {KV_BYTES - 1}, and the keys and values of one token take {KV_BYTES}"
+@pytest.mark.parametrize("reservation", ["max", "pow2", "exact"])
+def test_contiguous_memory_holds_as_much_as_there_is(llm, reservation):
+    small = llm.reconfigure(block_size=4, num_kv_blocks=5, kv_cache="contiguous", reservation=reservation)
+    [output] = run(small, [[5] * 18], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_a_max_model_len_that_the_memory_can_not_hold_is_refused_at_the_start(llm):
+    with pytest.raises(ValueError, match="max_model_len is 82 and the KV cache holds 80 tokens"):
+        llm.reconfigure(max_model_len=82, num_kv_blocks=5)
+    assert llm.reconfigure(max_model_len=81, num_kv_blocks=5).max_model_len == 81
+
+
+def test_memory_for_less_than_a_block_is_refused_at_once(llm, tiny_folder):
+    message = f"a block of 16 tokens takes {16 * KV_BYTES} bytes of keys and values and there are {16 * KV_BYTES - 1}"
     with pytest.raises(ValueError, match=message):
-        LLM(str(tiny_folder), dtype="float64", kv_cache_memory_bytes=KV_BYTES - 1)
+        LLM(str(tiny_folder), dtype="float64", kv_cache_memory_bytes=16 * KV_BYTES - 1)
     with pytest.raises(ValueError, match=message):
-        llm.reconfigure(kv_cache_memory_bytes=KV_BYTES - 1)
+        llm.reconfigure(kv_cache_memory_bytes=16 * KV_BYTES - 1)
 
 
 def test_reconfigure_keeps_weights_and_refuses_what_needs_others(llm):
@@ -379,12 +397,15 @@ def test_a_beginning_of_sequence_token_comes_once(tiny_folder, tmp_path):
     assert answer.prompt_token_ids == [1, 5, 6]
 
 
-def test_broken_weights_end_in_a_sentence(tiny_folder):
+def test_broken_weights_end_in_a_sentence(tiny_folder, caplog):
     llm = LLM(str(tiny_folder), device="cpu", dtype="float32")
     llm.model.norm.weight.fill_(torch.nan)
     for params in (GREEDY, SamplingParams(temperature=1.0)):
-        with pytest.raises(ValueError, match="logits are NaN or infinite"):
-            run(llm, [[5], [6]], params)
+        for output in run(llm, [[5], [6]], params):
+            [answer] = output.outputs
+            assert output.finished and answer.finish_reason == "error" and answer.token_ids == []
+            assert "logits are NaN or infinite" in answer.stop_reason
+    assert len(caplog.records) == 4 and "failed: the model's logits are NaN" in caplog.text
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path):
@@ -394,9 +415,9 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
 
 
 def test_memory_defaults_to_one_gib_on_a_cpu(llm):
-    assert llm.kv_cache_bytes == GIB
     assert llm.kv_bytes_per_token == KV_BYTES
-    assert EngineConfig().kv_cache_memory_bytes is None
+    assert llm.kv_cache_size.num_blocks == GIB // (16 * KV_BYTES)
+    assert "1 GiB on a CPU" in str(llm.kv_cache_size) and EngineConfig().kv_cache_memory_bytes is None
 
 
 def test_low_precision_runs(tiny_folder):

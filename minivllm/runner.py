@@ -1,0 +1,208 @@
+"""ModelRunner: turns the plan of a step into tensors, runs the model and the sampler.
+
+Knows nothing of queues or policies. It keeps its own account of every request, from what the plans say, so that
+a plan holds only what is new. All requests of a step run in one pass, whatever each of them is doing.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minivllm.config import EngineConfig
+from minivllm.model.attention import AttentionMetadata, KVCache, PagedAttention
+from minivllm.model.decoder import Decoder
+from minivllm.request import MAX_SEED, SamplingParams
+from minivllm.sampler import Sampler
+from minivllm.scheduler.plan import NewRequest, RunnerOutput, SchedulerOutput
+
+
+@dataclass(slots=True)
+class RequestRow:
+    """The runner's account of a request."""
+
+    request_id: str
+    token_ids: list[int]
+    block_ids: list[int]
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+
+    @classmethod
+    def of(cls, new: NewRequest) -> "RequestRow":
+        """Begins the account of a request."""
+        return cls(
+            request_id=new.request_id,
+            token_ids=list(new.token_ids),
+            block_ids=list(new.block_ids),
+            num_computed_tokens=new.num_computed_tokens,
+            num_prompt_tokens=new.num_prompt_tokens,
+            params=new.params,
+            seed=new.seed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """What is computed for a request in this step.
+
+    Attributes:
+        row: whose tokens.
+        start: position of the first of them.
+        end: position behind the last.
+        num_samples: tokens to draw from the last one's logits; 0 for a chunk that is not the last.
+        rerun: whether it has all been computed before; nothing is kept of it.
+    """
+
+    row: RequestRow
+    start: int
+    end: int
+    num_samples: int
+    rerun: bool
+
+
+class ModelRunner:
+    """Carries plans out on a decoder and its cache.
+
+    Attributes:
+        model: the decoder.
+        cache: keys and values of all blocks.
+    """
+
+    def __init__(self, model: Decoder, num_blocks: int, block_size: int) -> None:
+        """Makes the cache that block numbers stand for."""
+        self.model = model
+        self.cache = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
+        self.sampler = Sampler()
+        self._rows: dict[str, RequestRow] = {}
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> RunnerOutput:
+        """Runs one step.
+
+        A request whose logits are not finite fails alone. When a pass raises, its rows are run one by one, so that
+        only the one that is to blame fails.
+        """
+        started = time.perf_counter()
+        output = RunnerOutput({}, {})
+        self._take_in(plan)
+        scheduled = []
+        for name, count in plan.num_scheduled_tokens.items():
+            try:
+                scheduled.append(self._scheduled(self._rows[name], count, plan))
+            except Exception as error:
+                output.failed[name] = f"{type(error).__name__}: {error}"
+        if scheduled:
+            self._run_or_split(scheduled, output)
+        output.elapsed_s = time.perf_counter() - started
+        return output
+
+    def _take_in(self, plan: SchedulerOutput) -> None:
+        """Books what is new, and makes the copies."""
+        for name in plan.removed:
+            self._rows.pop(name, None)
+        for new in plan.new_requests:
+            self._rows[new.request_id] = RequestRow.of(new)
+        for name, (start, block_ids) in plan.table_changes.items():
+            self._rows[name].block_ids[start:] = block_ids
+        self.cache.copy_blocks(plan.copies)
+
+    def _scheduled(self, row: RequestRow, count: int, plan: SchedulerOutput) -> ScheduledRow:
+        rerun = row.request_id in plan.rerun
+        start = row.num_computed_tokens - rerun
+        caught_up = start + count == len(row.token_ids) or rerun
+        num_samples = plan.num_samples.get(row.request_id, 1) if caught_up else 0
+        return ScheduledRow(row, start, start + count, num_samples, rerun)
+
+    def _run_or_split(self, scheduled: list[ScheduledRow], output: RunnerOutput) -> None:
+        """Runs rows together, or one by one if that raises: running a row again writes the same keys and values."""
+        try:
+            tokens = self._run(scheduled)
+        except Exception as error:
+            if len(scheduled) == 1:
+                output.failed[scheduled[0].row.request_id] = f"{type(error).__name__}: {error}"
+                return
+            for item in scheduled:
+                self._run_or_split([item], output)
+            return
+        for item in scheduled:
+            item.row.num_computed_tokens = item.end + item.rerun
+            drawn, tokens = tokens[: item.num_samples], tokens[item.num_samples :]
+            if min(drawn, default=0) < 0:
+                output.failed[item.row.request_id] = NOT_FINITE
+            elif drawn and not item.rerun:
+                output.sampled[item.row.request_id] = drawn
+                item.row.token_ids.append(drawn[0])
+
+    def _run(self, scheduled: list[ScheduledRow]) -> list[int]:
+        """One pass. Returns the drawn tokens of all rows behind each other; -1 where logits were not finite."""
+        metadata, input_ids, positions = self._tensors(scheduled)
+        attend = PagedAttention(self.cache, metadata, self.model.config.sliding_window)
+        hidden = self.model(input_ids, positions, attend)
+        draws = [
+            (index, item.row, branch) for index, item in enumerate(scheduled) for branch in range(item.num_samples)
+        ]
+        if not draws:
+            return []
+        last = metadata.query_start_loc[1:][[index for index, _, _ in draws]] - 1
+        return self.sampler(
+            self.model.compute_logits(hidden[last]),
+            params=[row.params for _, row, _ in draws],
+            seeds=[(row.seed + branch) & MAX_SEED for _, row, branch in draws],
+            output_indices=[len(row.token_ids) - row.num_prompt_tokens for _, row, _ in draws],
+        ).tolist()
+
+    def _tensors(self, scheduled: list[ScheduledRow]) -> tuple[AttentionMetadata, Tensor, Tensor]:
+        size, longest = self.cache.block_size, max(len(item.row.block_ids) for item in scheduled)
+        input_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts = [0]
+        for item in scheduled:
+            table = item.row.block_ids
+            input_ids += item.row.token_ids[item.start : item.end]
+            positions += range(item.start, item.end)
+            slots += [table[p // size] * size + p % size for p in range(item.start, item.end)]
+            starts.append(len(input_ids))
+        tables = [item.row.block_ids + [0] * (longest - len(item.row.block_ids)) for item in scheduled]
+
+        def tensor(values: list) -> Tensor:
+            return torch.tensor(values, device=self.model.device)
+
+        metadata = AttentionMetadata(
+            query_start_loc=tensor(starts),
+            seq_lens=tensor([item.end for item in scheduled]),
+            block_table=tensor(tables),
+            slot_mapping=tensor(slots),
+        )
+        return metadata, tensor(input_ids), tensor(positions)
+
+
+NOT_FINITE = (
+    "the model's logits are NaN or infinite: its weights are broken, or its numbers overflow in float16 (take "
+    "bfloat16 or float32)"
+)
+
+
+def profile_pass(model: Decoder, config: EngineConfig) -> None:
+    """Runs the largest passes that can come, for whoever measures their memory.
+
+    One has as many rows as may run together, all sampled; one is the last chunk of the longest text.
+    """
+    longest, budget = model.rotary.num_positions, config.max_num_batched_tokens
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+    num_rows = min(config.max_num_seqs, budget)
+    for rows in ([min(longest, budget // num_rows)] * num_rows, [longest]):
+        table, plan = 0, SchedulerOutput(0)
+        for index, length in enumerate(rows):
+            count = min(length, budget)
+            blocks = list(range(table, table := table + -(-length // config.block_size)))
+            plan.new_requests.append(
+                NewRequest(str(index), [0] * length, length - count, blocks, params, seed=0, num_prompt_tokens=length)
+            )
+            plan.num_scheduled_tokens[str(index)] = count
+        output = ModelRunner(model, table, config.block_size).execute(plan)
+        if output.failed:
+            raise ValueError(f"the largest pass fails ({len(rows)} rows, {plan.num_tokens} tokens): {output.failed}")

@@ -1,0 +1,325 @@
+"""The flight recorder: every step of an engine as one plain JSON object, and the state rebuilt from them.
+
+A trace is a header and a list of steps. It can be saved (JSON lines: the header first), loaded, and opened in
+Perfetto. Everything that is drawn is drawn from a trace, through `Trace.state`. Nothing here draws.
+"""
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from minivllm.config import EngineConfig
+from minivllm.kv_cache import Fragmentation
+from minivllm.request import Request
+from minivllm.scheduler import Scheduler, SchedulerOutput
+
+SCHEMA, VERSION = "minivllm.trace", 1
+
+
+@dataclass
+class RequestState:
+    """A request as it stands after a step.
+
+    Attributes:
+        request_id: its name.
+        num_prompt_tokens: tokens of its prompt.
+        max_num_tokens: most tokens it can come to.
+        arrival_s: when it came, in seconds from the start of the trace (negative: before it).
+        priority: lower goes first, under the priority policy.
+        parent_id: the request that it branched off from.
+        status: "waiting", "running", "preempted", or how it ended: "stop", "length", "abort", "error".
+        num_tokens: its tokens, prompt and output.
+        num_computed_tokens: those of them that are in the cache.
+        num_scheduled_tokens: those that this step computed.
+        block_ids: its block table.
+        num_preemptions: how often it has lost its memory.
+        ended_in_step: the step in which it ended. In a static batch it may hold its blocks beyond that.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    max_num_tokens: int
+    arrival_s: float = 0.0
+    priority: int = 0
+    parent_id: str | None = None
+    status: str = "waiting"
+    num_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    ended_in_step: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has come to an end."""
+        return self.ended_in_step is not None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that it has put out."""
+        return self.num_tokens - self.num_prompt_tokens
+
+
+@dataclass
+class TraceState:
+    """Everything, as it stands after a step; requests that ended in earlier steps are there too.
+
+    Attributes:
+        step: number of the step.
+        start_s: when it began, in seconds from the start of the trace.
+        end_s: when its results were booked.
+        requests: all requests so far, in order of arrival.
+        waiting: names of those without memory, the next one first.
+        running: names of those in the batch, in the order of service.
+        scheduled: request to tokens computed in this step.
+        rerun: rows of this step that were of no use (ended members of a static batch).
+        sampled: request to number of tokens put out in this step.
+        finished: request to finish reason, for those that ended in this step.
+        decisions: what the scheduler decided: dicts with the fields of `Decision`.
+        copies: block copies (source, target) made before the pass.
+        holders: block to the requests whose tables name it.
+        usage: share of the blocks that somebody holds, 0 to 1.
+        fragmentation: what every slot is used for.
+    """
+
+    step: int = -1
+    start_s: float = 0.0
+    end_s: float = 0.0
+    requests: dict[str, RequestState] = field(default_factory=dict)
+    waiting: list[str] = field(default_factory=list)
+    running: list[str] = field(default_factory=list)
+    scheduled: dict[str, int] = field(default_factory=dict)
+    rerun: list[str] = field(default_factory=list)
+    sampled: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, str] = field(default_factory=dict)
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    copies: list[list[int]] = field(default_factory=list)
+    usage: float = 0.0
+    fragmentation: Fragmentation = field(default_factory=lambda: Fragmentation(0, 0, 0, 0, 0))
+
+    @property
+    def holders(self) -> dict[int, list[str]]:
+        """Block to the requests whose tables name it, in order of arrival."""
+        found: dict[int, list[str]] = {}
+        for request in self.requests.values():
+            for block in request.block_ids:
+                found.setdefault(block, []).append(request.request_id)
+        return found
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens that the step computed."""
+        return sum(self.scheduled.values())
+
+
+class Trace:
+    """What an engine did, step by step.
+
+    Attributes:
+        header: schema, version, and what the engine was: `config` (fields of EngineConfig), `num_blocks`,
+            `block_size`, `token_budget` (tokens per step), `max_running` (rows), `start_s` (on the engine's clock).
+        steps: one dict per step; times are seconds from the start of the trace.
+    """
+
+    def __init__(self, header: dict[str, Any], steps: list[dict[str, Any]] | None = None) -> None:
+        """Takes a header and the steps there are.
+
+        Raises:
+            ValueError: not a trace, or one of another version.
+        """
+        if header.get("schema") != SCHEMA or header.get("version") != VERSION:
+            raise ValueError(
+                f"this is {header.get('schema')!r} version {header.get('version')!r}, and {SCHEMA!r} version {VERSION} "
+                "is what can be read: record it anew"
+            )
+        self.header, self.steps = header, [] if steps is None else steps
+        self._reached = (-1, TraceState())
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes JSON lines: the header, then a line per step."""
+        with open(path, "w", encoding="utf-8") as file:
+            for item in (self.header, *self.steps):
+                file.write(json.dumps(item, separators=(",", ":"), allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Trace":
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: no trace, or one that breaks off; the message names file and line.
+        """
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        items = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                items.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
+            if not isinstance(items[-1], dict):
+                raise ValueError(f"{path}, line {number} is no JSON object")
+        if not items:
+            raise ValueError(f"{path} is empty: a trace has a header at least")
+        return cls(items[0], items[1:])
+
+    def state(self, k: int) -> TraceState:
+        """Everything as it stands after the trace's step of index `k`; negative ones count from the end.
+
+        Going forward costs as much as the steps between; going back begins anew.
+
+        Raises:
+            ValueError: there is no such step.
+        """
+        if not -len(self) <= k < len(self):
+            raise ValueError(f"there is no step {k}: the trace has {len(self)}")
+        k %= len(self)
+        reached, state = self._reached if self._reached[0] <= k else (-1, TraceState())
+        for step in self.steps[reached + 1 : k + 1]:
+            _advance(state, step)
+        self._reached = (k, state)
+        return copy.deepcopy(state)
+
+    def states(self) -> Iterator[TraceState]:
+        """The states after all steps, one after the other; each is the last one changed, so copy what you keep."""
+        state = TraceState()
+        for step in self.steps:
+            _advance(state, step)
+            yield state
+
+    def to_perfetto(self, path: str | PathLike[str]) -> None:
+        """Writes Chrome's trace event format, which ui.perfetto.dev and chrome://tracing open."""
+        from minivllm.perfetto import trace_events
+
+        Path(path).write_text(json.dumps({"traceEvents": trace_events(self)}), encoding="utf-8")
+
+
+def _advance(state: TraceState, step: dict[str, Any]) -> None:
+    """Turns the state before a step into the state after it."""
+    requests = state.requests
+    for fields in step.get("added", ()):
+        requests.pop(fields["request_id"], None)  # an earlier one of that name has ended
+        requests[fields["request_id"]] = RequestState(**copy.deepcopy(fields))
+    for name in step.get("preempted", ()):
+        requests[name].block_ids, requests[name].num_computed_tokens = [], 0
+        requests[name].num_preemptions += 1
+    for name, (start, block_ids) in step.get("blocks", {}).items():
+        requests[name].block_ids[start:] = block_ids
+    state.scheduled, state.rerun = step.get("scheduled", {}), step.get("rerun", [])
+    state.finished = step.get("finished", {})
+    in_vain = {*state.rerun, *(name for name, reason in state.finished.items() if reason in ("abort", "error"))}
+    for name, request in requests.items():
+        request.num_scheduled_tokens = state.scheduled.get(name, 0)
+        if name not in in_vain:
+            request.num_computed_tokens += request.num_scheduled_tokens
+    state.sampled = {}
+    for name, num_tokens in step.get("tokens", {}).items():
+        state.sampled[name] = num_tokens - requests[name].num_tokens
+        requests[name].num_tokens = num_tokens
+    for name, reason in state.finished.items():
+        requests[name].status, requests[name].ended_in_step = reason, step["step"]
+    state.waiting, state.running = step.get("waiting", []), step.get("running", [])
+    for name in requests.keys() - state.running:
+        requests[name].block_ids = []
+    for name in state.waiting:
+        requests[name].status = "preempted" if requests[name].num_preemptions else "waiting"
+    for name in state.running:
+        if not requests[name].ended:
+            requests[name].status = "running"
+    state.step, state.start_s, state.end_s = step["step"], step["start_s"], step["end_s"]
+    state.decisions, state.copies = step.get("decisions", []), step.get("copies", [])
+    state.usage, state.fragmentation = step["usage"], Fragmentation(**step["fragmentation"])
+
+
+class Recorder:
+    """Writes an engine's steps into a trace."""
+
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, now: float) -> None:
+        """Begins a trace; requests that are in the engine already come in with the first step."""
+        self._scheduler, self._start = scheduler, now
+        self._known: dict[str, int] = {}  # unfinished requests, and how often they have been preempted
+        self._holders = [request.request_id for request in scheduler.running]
+        self._added: list[dict[str, Any]] = []
+        manager = scheduler.manager
+        self.trace = Trace(
+            {
+                "schema": SCHEMA,
+                "version": VERSION,
+                "config": asdict(config),
+                "num_blocks": manager.num_blocks,
+                "block_size": manager.block_size,
+                "token_budget": scheduler.token_budget,
+                "max_running": scheduler.max_running,
+                "start_s": now,
+            }
+        )
+        for request in [*scheduler.running, *scheduler.waiting]:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """A request has come."""
+        self._known[request.request_id] = request.num_preemptions
+        reason = request.status.finish_reason  # a member of a static batch may have ended before the trace begins
+        self._added.append(
+            {
+                "request_id": request.request_id,
+                "num_prompt_tokens": request.num_prompt_tokens,
+                "max_num_tokens": request.max_num_tokens,
+                "arrival_s": round(request.arrival_time - self._start, 6),
+                "priority": request.priority,
+                "parent_id": request.parent_id,
+                "num_tokens": request.num_tokens,
+                "num_computed_tokens": request.num_computed_tokens,
+                "block_ids": self._scheduler.manager.get_block_ids(request),
+                "num_preemptions": request.num_preemptions,
+                **({"status": reason, "ended_in_step": self._scheduler.step - 1} if reason else {}),
+            }
+        )
+
+    def record(self, plan: SchedulerOutput, touched: list[Request], start: float, end: float) -> None:
+        """A step has been made: its plan, and the requests that got a token or ended."""
+        scheduler = self._scheduler
+        for request in touched:
+            if request.request_id not in self._known:  # it branched off in this step, with its first token
+                self.add(request)
+                self._added[-1]["num_tokens"] -= 1
+        blocks = {**{new.request_id: (0, new.block_ids) for new in plan.new_requests}, **plan.table_changes}
+        finished = {r.request_id: r.status.finish_reason for r in touched if r.status.finish_reason}
+        preempted = []
+        for request in [*scheduler.requests.values(), *(r for r in touched if r.request_id in finished)]:
+            name = request.request_id
+            preempted += [name] * (request.num_preemptions - self._known[name])
+            self._known[name] = request.num_preemptions
+        for name in finished:
+            del self._known[name]
+        running, released = [request.request_id for request in scheduler.running], scheduler.pending_removals
+        lost = [*preempted, *(name for name in self._holders if name not in {*running, *released})]
+        step = {
+            "step": plan.step,
+            "start_s": round(start - self._start, 6),
+            "end_s": round(end - self._start, 6),
+            "added": self._added,
+            "removed": list(dict.fromkeys(lost)),
+            "preempted": preempted,
+            "scheduled": dict(plan.num_scheduled_tokens),
+            "rerun": plan.rerun,
+            "blocks": {name: list(change) for name, change in blocks.items()},
+            "copies": [list(copy) for copy in plan.copies],
+            "decisions": [decision._asdict() for decision in plan.decisions],
+            "tokens": {request.request_id: request.num_tokens for request in touched},
+            "finished": finished,
+            "released": released,
+            "waiting": [request.request_id for request in scheduler.waiting],
+            "running": running,
+        }
+        step = {name: value for name, value in step.items() if value or name in ("step", "start_s", "end_s")}
+        step["usage"] = round(scheduler.manager.usage, 6)
+        step["fragmentation"] = asdict(scheduler.manager.fragmentation(next(iter(scheduler.waiting), None)))
+        self.trace.steps.append(step)
+        self._added, self._holders = [], running
