@@ -13,10 +13,10 @@ PY = .venv/bin/python
 # A thread of torch that waits sleeps instead of spinning: with anything beside it, steps are 5 to 20 times faster.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: help setup lab test demo lint format refresh clean distclean
+.PHONY: help setup lab test test-browser soak demo lint format refresh clean distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 # A Python counts as found if it runs: pyenv puts names on the PATH that only say "command not found".
 setup: ## make .venv with everything in it and fetch the model (done first by the commands below)
@@ -46,6 +46,14 @@ demo: setup ## a one-minute tour in the terminal
 test: lint ## all checks: lint, types, unit tests, every cell of every notebook
 	$(PY) -m pytest tests
 	$(PY) -m pytest --nbval notebooks
+
+test-browser: setup ## the step-by-step explorer in a real Chromium and a real JupyterLab
+	@$(PY) tests/browser/chromium.py
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) playwright
+	MINIVLLM_BROWSER=1 $(PY) -m pytest tests/browser
+
+soak: setup ## many random requests on all schedulers and memories, with every invariant checked
+	$(PY) -m tests.scheduler.soak
 
 lint: setup ## ruff and mypy
 	$(PY) -m ruff check .

@@ -28,6 +28,7 @@ class TraceSummary:
         num_useless_tokens: those of them that ended members of a static batch were computed for, one per row and step.
         num_preemptions: how often somebody lost memory.
         mean_running: rows per step, without the useless ones.
+        peak_running: most rows in a step, without the useless ones.
         mean_waiting: requests without memory after a step.
         mean_usage: share of the blocks that somebody held after a step, 0 to 1.
         peak_usage: the most it came to.
@@ -44,6 +45,7 @@ class TraceSummary:
     num_useless_tokens: int
     num_preemptions: int
     mean_running: float
+    peak_running: int
     mean_waiting: float
     mean_usage: float
     peak_usage: float
@@ -80,6 +82,7 @@ def summarize(trace: Trace) -> TraceSummary:
         num_useless_tokens=sum(span.num_tokens for span in spans if span.phase == "rerun"),
         num_preemptions=sum(request.num_preemptions for request in requests),
         mean_running=fmean(running),
+        peak_running=max(running),
         mean_waiting=fmean(waiting),
         mean_usage=fmean(usage),
         peak_usage=max(usage),

@@ -1,20 +1,23 @@
 """`make demo`: a tour of about a minute in the terminal, on the real model.
 
 First an answer is streamed; then the stages that exist so far write the same text, and their work, their
-memory and their speed are laid side by side.
+memory and their speed are laid side by side, and the engine runs answers of mixed lengths.
 """
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from minivllm import LLM
 from minivllm.kv_cache import PagedKVCache
+from minivllm.lessons.batching import Arrival, serve
 from minivllm.lessons.naive import ConcatCache, Generation, SlabCache, generate
 from minivllm.lessons.paged import generate_paged
 from minivllm.tokenizer import encode, render_chat
+from minivllm.trace_stats import summarize
 
 QUESTION = "Why do large language models need a key-value cache?"
 STORY = "Operating systems divide memory into pages of a fixed size, because"
@@ -34,6 +37,7 @@ def main() -> None:
     print(f"You: {QUESTION}\nModel: ", end="", flush=True)
     stream_answer(llm, QUESTION, max_tokens=64)
     compare_stages(llm, max_tokens=48, batch=4)
+    compare_batching(llm, lengths=(16, 2, 2, 3, 2, 18, 3, 2, 3, 2, 17, 2), rows=4)
 
 
 def stream_answer(llm: LLM, question: str, max_tokens: int) -> None:
@@ -82,7 +86,28 @@ def compare_stages(llm: LLM, max_tokens: int, batch: int) -> None:
         answers += result.token_ids
         print(f"{name:<20}{rows * max_tokens / seconds:>10.1f}{_bill(result)}  {_same(answers)}")
     print("\ncomputed: tokens run through the model; copied, reserved, used: MiB of keys and values.")
-    print("Most of what stage 2 reserves is never used; blocks are handed out one by one. How is the course: make lab")
+    print("Most of what stage 2 reserves is never used; blocks are handed out one by one.\n")
+
+
+def compare_batching(llm: LLM, lengths: Sequence[int], rows: int) -> None:
+    """Prints what the engine makes of answers of mixed lengths, one by one, in static batches and continuously."""
+    prompt = llm.tokenizer.encode(STORY)
+    workload = [Arrival(prompt, length) for length in lengths]
+    policies: dict[str, dict[str, Any]] = {
+        "one by one": {"batching": "static", "max_num_seqs": 1},
+        f"static, {rows} rows": {"batching": "static", "max_num_seqs": rows},
+        f"continuous, {rows} rows": {"max_num_seqs": rows},
+    }
+    print(f"{len(lengths)} answers of {min(lengths)} to {max(lengths)} tokens, by the engine:\n")
+    print(f"{'batching':<20}{'tokens/s':>10}{'steps':>8}{'useless rows':>14}  same tokens")
+    answers: list[list[list[int]]] = []
+    for name, fields in policies.items():
+        run = serve(llm.reconfigure(**fields).engine, workload)
+        summary = summarize(run.trace)
+        answers.append(run.token_ids)
+        useless, rate = summary.num_useless_tokens, summary.output_tokens_per_s
+        print(f"{name:<20}{rate:>10.1f}{summary.num_steps:>8}{useless:>14}  {_same(answers)}")
+    print("\nuseless rows: computed for answers that had ended. How and why is the course: make lab")
 
 
 def _bill(result: Generation) -> str:
@@ -91,7 +116,7 @@ def _bill(result: Generation) -> str:
     return f"{work.tokens_computed:>10}{megabytes[0]:>12.1f}{megabytes[1]:>13.1f}{megabytes[2]:>11.1f}"
 
 
-def _same(answers: list[list[int]]) -> str:
+def _same(answers: Sequence[Any]) -> str:
     return "yes" if all(answer == answers[0] for answer in answers) else "near tie"
 
 

@@ -6,6 +6,7 @@ A check never raises for a wrong answer: a blank exercise runs through like any 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from minivllm.lessons.batching import Arrival, model_free_engine, serve
 from minivllm.lessons.cost import pass_cost
 from minivllm.model.architecture import ModelConfig
 
@@ -105,6 +106,41 @@ def check_blocks_for_branches(answer: Callable[[int, int, int, int], Any]) -> bo
         shared, alone = prompt // size, -(-(prompt + output - 1) // size)
         what = f"{n} branches of {output} tokens after a prompt of {prompt}, blocks of {size}"
         cases.append((what, (prompt, output, n, size), shared + n * (alone - shared)))
+    return _check(answer, cases)
+
+
+def check_plan_step(answer: Callable[[Sequence[int], Sequence[int], int, int], Any]) -> bool:
+    """Lesson 05: `answer(missing, prompts, budget, max_num_seqs)` is one step of the scheduler: the tokens that each
+    running request gets (it misses `missing` of them), then those of each waiting prompt that is admitted."""
+    cases = []
+    for missing, prompts, budget, rows in (
+        ([1, 1], [5], 32, 4),
+        ([1, 1, 1], [5, 5], 32, 4),
+        ([], [40, 10], 32, 4),
+        ([1, 100, 1], [9], 32, 4),
+        ([60, 1, 1, 1], [9], 8, 8),
+        ([1, 1], [20, 20, 20], 32, 8),
+        ([1] * 8, [3], 8, 16),
+    ):
+        given = list[int]()
+        for place, count in enumerate(missing):
+            given.append(min(count, budget - sum(given) - (len(missing) - place - 1)))
+        for length in prompts:
+            if len(given) < rows and sum(given) < budget:
+                given.append(min(length, budget - sum(given)))
+        what = f"running miss {missing}, prompts {prompts} wait, budget {budget}, {rows} rows"
+        cases.append((what, (missing, prompts, budget, rows), given))
+    return _check(answer, cases)
+
+
+def check_continuous_steps(answer: Callable[[Sequence[int], int], Any]) -> bool:
+    """Lesson 05: `answer(output_lens, rows)` is the number of steps that continuous batching takes for requests that
+    are all there from the start, with short prompts and `rows` rows. Each case is run by the real scheduler."""
+    cases = []
+    for lens, rows in (([5, 1, 1], 2), ([3, 3, 3, 3], 2), ([1, 8, 2, 2, 2], 3), ([9], 4), ([2, 7, 1, 8, 2, 8], 2)):
+        engine = model_free_engine(max_num_seqs=rows)
+        steps = len(serve(engine, [Arrival([0], length) for length in lens]).trace)
+        cases.append((f"answers of {lens} tokens, {rows} rows", (lens, rows), steps))
     return _check(answer, cases)
 
 

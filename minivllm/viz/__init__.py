@@ -1,21 +1,47 @@
 """Figures, drawn from plain records only; nothing here knows the engine."""
 
 from minivllm.viz.display import digest, show
+from minivllm.viz.explorer import Explorer, export_html, view
 from minivllm.viz.figures import SlabRow, growth, horizontal_bars, live_rows, roofline, slab_map
 from minivllm.viz.memory import block_tables, fragmentation_over_time, memory_map, replay, stacked_shares
+from minivllm.viz.sentences import explain, narrate
+from minivllm.viz.throughput import (
+    BatchPoint,
+    batch_point,
+    batch_size_curves,
+    knee,
+    queue_and_usage,
+    token_budget,
+    token_gaps,
+)
+from minivllm.viz.timeline import compare_traces, request_timeline
 
 __all__ = [
+    "BatchPoint",
+    "Explorer",
     "SlabRow",
+    "batch_point",
+    "batch_size_curves",
     "block_tables",
+    "compare_traces",
     "digest",
+    "explain",
+    "export_html",
     "fragmentation_over_time",
     "growth",
     "horizontal_bars",
+    "knee",
     "live_rows",
     "memory_map",
+    "narrate",
+    "queue_and_usage",
     "replay",
+    "request_timeline",
     "roofline",
     "show",
     "slab_map",
     "stacked_shares",
+    "token_budget",
+    "token_gaps",
+    "view",
 ]

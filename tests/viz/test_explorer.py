@@ -1,0 +1,265 @@
+"""The explorer without a browser: the view's text, the widget's slider, and what is in the exported page."""
+
+import base64
+import gzip
+import json
+import re
+import subprocess
+import sys
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from minivllm.request import SamplingParams
+from minivllm.trace import Trace
+from minivllm.viz import Explorer, export_html, narrate, view
+from minivllm.viz.style import request_color
+from tests.fakes import make_engine, run_to_end, sample_trace
+
+ENGINES = {
+    "continuous": {},
+    "static": {"batching": "static"},
+    "contiguous": {"kv_cache": "contiguous"},
+    "pow2": {"kv_cache": "contiguous", "reservation": "pow2"},
+    "exact": {"kv_cache": "contiguous", "reservation": "exact"},
+    "priority": {"scheduling_policy": "priority"},
+}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced; keeps tags and attributes."""
+
+    VOID = frozenset(["meta", "input", "br"])
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.found = [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def texts(html):
+    """What a reader sees, without the tags."""
+    return " ".join(unescape(re.sub(r"<[^>]+>", " ", html)).split())
+
+
+def titles(html):
+    return [attributes["title"] for _, attributes in Page(html).found if "title" in attributes]
+
+
+def trace_of_one(name, **params):
+    engine = make_engine(num_blocks=16, block_size=8, max_num_seqs=6)
+    trace = engine.start_recording()
+    engine.add_request(name, list(range(1, 13)), SamplingParams(**({"temperature": 0, "max_tokens": 12} | params)))
+    run_to_end(engine)
+    return trace
+
+
+def unpacked(path):
+    packed = re.search(r'id="frames">([^<]+)<', path.read_text()).group(1)
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+# The view. ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", ENGINES.values(), ids=ENGINES)
+def test_every_step_of_every_engine_is_drawn_with_its_sentences(fields):
+    trace = sample_trace(**fields)
+    for k in range(len(trace)):
+        state = trace.state(k)
+        html = view(state, trace.header)
+        seen = texts(html)
+        assert seen.startswith(f"Step {k} from {state.start_s:.3f} s to {state.end_s:.3f} s")
+        assert all(" ".join(sentence.split()) in seen for sentence in narrate(state, trace.header))
+        assert len([title for title in titles(html) if title.startswith("block ")]) == 12
+
+
+def test_a_view_is_pure_and_has_no_script_and_no_identifier():
+    trace = sample_trace()
+    html = view(trace.state(5), trace.header)
+    assert html == view(trace.state(5), trace.header)
+    assert not any(tag in ("script", "style", "img") or "id" in attributes for tag, attributes in Page(html).found)
+    assert "http" not in html and html.startswith('<div style="background:#FFF;color:#222222;')
+
+
+def test_every_graphic_has_a_name():
+    trace = sample_trace()
+    graphics = [a for _, a in Page(view(trace.state(5), trace.header)).found if a.get("role") == "img"]
+    assert len(graphics) > 12
+    assert all(attributes.get("aria-label") or attributes.get("title") for attributes in graphics)
+
+
+def test_the_budget_bar_tells_kinds_apart():
+    trace = sample_trace()
+    first, second = (view(trace.state(k), trace.header) for k in (0, 1))
+    assert "Token budget of the step: 32 of 32 used" in texts(first)
+    assert "Token budget: 32 prefill, 0 decode, 0 useless, 0 not used, of 32." in first
+    assert "Token budget: 31 prefill, 1 decode, 0 useless, 0 not used, of 32." in second
+    assert {"R0: 1 token, decode", "R1: 28 tokens, prefill", "R2: 3 tokens, prefill"} <= set(titles(second))
+
+
+def test_useless_rows_of_a_static_batch_are_marked():
+    trace = sample_trace(batching="static")
+    k = next(k for k in range(len(trace)) if trace.steps[k].get("rerun"))
+    html = view(trace.state(k), trace.header)
+    assert "R1: 1 token, useless" in titles(html)
+    assert "R1 ended" in texts(html) and "useless 1" in texts(html)
+
+
+def test_blocks_show_holder_fill_and_colour():
+    trace = sample_trace()
+    html = view(trace.state(0), trace.header)
+    shown = titles(html)
+    assert "block 0: R0 8 of 8 slots" in shown and "block 2: R0 4 of 8 slots" in shown and "block 5, free" in shown
+    assert f"{request_color(0)} 0% 50%,{request_color(0)}38 50% 100%" in html
+    assert "Memory after the step: 5 of 12 blocks (42 %) of 8 slots" in texts(html)
+    assert "with a token 32" in texts(html) and "free 56" in texts(html)
+
+
+def test_a_shared_block_shows_all_its_holders():
+    trace = trace_of_one("A", n=3, temperature=1.0, seed=1)
+    html = view(trace.state(0), trace.header)
+    assert "block 0, shared by 3: A 8 of 8 slots, A/1 8 of 8 slots, A/2 8 of 8 slots" in titles(html)
+    cell = html[html.index("block 0, shared") :].split("</div>")[0]
+    assert all(request_color(index) in cell for index in range(3)) and "A +2" in cell
+
+
+def test_the_queue_marks_the_preempted_and_the_tables_list_blocks_and_tokens():
+    trace = sample_trace()
+    k = next(k for k in range(len(trace)) if any(d["kind"] == "preempt" for d in trace.steps[k].get("decisions", ())))
+    state = trace.state(k)
+    seen = texts(view(state, trace.header))
+    assert f"Waiting: {len(state.waiting)} R5 preempted 1×" in seen
+    assert f"Running: {len(state.running)} of 4 rows" in seen
+    request = state.requests["R3"]
+    assert f"{request.num_computed_tokens} of {request.num_tokens} ({request.max_num_tokens})" in seen
+
+
+def test_names_are_text_and_nothing_else():
+    name = '<script>alert("R&D")</script>'
+    trace = trace_of_one(name, n=2, temperature=1.0, seed=1)
+    for k in range(len(trace)):
+        html = view(trace.state(k), trace.header)
+        assert "<script" not in html and 'alert("' not in html
+        Page(html)
+    shown = "&lt;script&gt;alert(&quot;R&amp;D&quot;)&lt;/script&gt;"
+    assert f"{shown} admitted: all its 12 tokens" in view(trace.state(0), trace.header)
+
+
+def test_a_large_pool_is_summed_up_in_groups_and_stays_small():
+    small, large = sample_trace(num_blocks=256), sample_trace(num_blocks=100_000)
+    assert len([title for title in titles(view(small.state(9), small.header)) if title.startswith("block ")]) == 256
+    html = view(large.state(9), large.header)
+    groups = [title for title in titles(html) if title.startswith("blocks ")]
+    assert len(groups) == 64 and groups[-1] == "blocks 98469 to 99999: 0 of 1531 held"
+    assert re.match(r"blocks 0 to 1562: \d+ of 1563 held \(R3 \d+, ", groups[0])
+    assert len(html) < 40_000
+
+
+def test_many_requests_stay_small():
+    trace = sample_trace([(8, 20, 0)] * 200, num_blocks=256, max_num_seqs=128, max_num_batched_tokens=512)
+    html = view(trace.state(3), trace.header)
+    assert "and 104 more" in texts(html)  # of 128 that run, 24 are named
+    assert len(html) < 150_000
+
+
+# The widget. ----------------------------------------------------------------------------------------------
+
+
+def test_the_slider_moves_the_view():
+    trace = sample_trace()
+    explorer = Explorer(trace)
+    assert (explorer.slider.min, explorer.slider.max, explorer.slider.value) == (0, len(trace) - 1, 0)
+    assert explorer.sentences[0] == "R0 admitted: all its 20 tokens are computed in this step."
+    for k in (1, len(trace) - 1, 5):
+        explorer.slider.value = k
+        assert explorer.html.value == view(trace.state(k), trace.header)
+        assert explorer.sentences == narrate(trace.state(k), trace.header)
+
+
+def test_an_explorer_begins_where_it_is_told():
+    trace = sample_trace()
+    explorer = Explorer(trace, step=-1)
+    assert explorer.slider.value == explorer.play.value == len(trace) - 1
+    with pytest.raises(ValueError, match=f"there is no step {len(trace)}"):
+        Explorer(trace, step=len(trace))
+
+
+def test_a_cell_shows_the_widget_and_tells_its_sentences():
+    explorer = Explorer(sample_trace())
+    bundle = explorer._repr_mimebundle_()
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == explorer.box.model_id
+    assert bundle["text/plain"].startswith("Explorer of 76 steps, at step 0: R0 admitted: all its 20 tokens")
+
+
+@pytest.mark.parametrize("use", [Explorer, lambda trace: export_html(trace, "never.html")])
+def test_an_empty_trace_is_refused_with_what_to_do(use):
+    with pytest.raises(ValueError, match=r"the trace has no steps: record some first \(`with llm.trace\(\)"):
+        use(Trace(sample_trace().header))
+    assert not Path("never.html").exists()
+
+
+def test_importing_the_figures_does_not_import_the_widgets():
+    code = "import sys, minivllm.viz; sys.exit('ipywidgets' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# The page. ------------------------------------------------------------------------------------------------
+
+
+def test_the_page_holds_the_very_views_of_all_steps(tmp_path):
+    trace, path = sample_trace(), tmp_path / "trace.html"
+    export_html(trace, path, title="A <busy> day")
+    found = unpacked(path)
+    assert len(found["frames"]) == len(trace)
+    for k, (step, time, numbers) in enumerate(found["frames"]):
+        state = trace.state(k)
+        assert (step, time) == (k, f"{state.end_s:.3f} s")
+        assert "<div".join(found["pieces"][number] for number in numbers) == view(state, trace.header)
+    page = path.read_text()
+    assert "<title>A &lt;busy&gt; day</title>" in page and not re.search(r"https?:|src=|@import|%[A-Z]+%", page)
+    Page(page)
+
+
+def test_the_same_trace_gives_the_same_page(tmp_path):
+    for name in ("one", "two"):
+        export_html(sample_trace(), tmp_path / name)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_some_steps_can_be_chosen(tmp_path):
+    trace, path = sample_trace(), tmp_path / "trace.html"
+    export_html(trace, path, steps=range(10, 40, 10))
+    assert [frame[0] for frame in unpacked(path)["frames"]] == [10, 20, 30]
+    with pytest.raises(ValueError, match="steps is empty"):
+        export_html(trace, path, steps=range(0))
+    with pytest.raises(ValueError, match="there is no step 76"):
+        export_html(trace, path, steps=[76])
+
+
+def test_too_many_steps_are_refused_with_their_number(tmp_path):
+    trace = sample_trace()
+    long = Trace(trace.header, [{**trace.steps[-1], "step": k, "tokens": {}, "finished": {}} for k in range(2001)])
+    with pytest.raises(ValueError, match=r"2001 steps are more than .* \(2000\): .* steps=range\(0, 2000\)"):
+        export_html(long, tmp_path / "trace.html")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_three_hundred_steps_make_a_small_page(tmp_path):
+    requests = [(10 + 7 * index, 60 + 3 * index, 12 * index) for index in range(16)]
+    trace = sample_trace(requests, num_blocks=64, max_num_seqs=6, max_num_batched_tokens=64, block_size=16)
+    assert len(trace) >= 280
+    export_html(trace, tmp_path / "trace.html", steps=range(min(300, len(trace))))
+    assert (tmp_path / "trace.html").stat().st_size < 300_000
