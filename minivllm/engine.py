@@ -7,31 +7,24 @@ only queued, and the loop applies them between two steps, so that everything els
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from threading import Lock
-from typing import Literal, Protocol
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from minivllm.clock import Clock, WallClock
 from minivllm.config import EngineConfig
 from minivllm.prompts import Prompt, check_prompt, parse_prompt
-from minivllm.request import (
-    CompletionOutput,
-    Request,
-    RequestMetrics,
-    RequestOutput,
-    SamplingParams,
-    branch_id,
-)
+from minivllm.recorder import Recorder
+from minivllm.request import Request, RequestOutput, SamplingParams
 from minivllm.sampler import derive_seed
 from minivllm.scheduler import RunnerOutput, Scheduler, SchedulerOutput
+from minivllm.submission import OutputKind, Submission
 from minivllm.tokenizer import encode
-from minivllm.trace import Recorder, Trace
-
-OutputKind = Literal["cumulative", "final_only"]
+from minivllm.trace import Trace
 
 
 class Runner(Protocol):
@@ -54,23 +47,6 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
-
-
-@dataclass(eq=False)
-class Submission:
-    """A checked prompt, and the requests that its answers are: one at first, n once they branch off."""
-
-    prompt: str | None
-    request: Request
-    output_kind: OutputKind
-    answers: dict[int, Request] = field(default_factory=dict)
-    aborted: bool = False
-
-    @property
-    def finished(self) -> bool:
-        """Whether all answers have ended."""
-        complete = len(self.answers) == self.request.params.n or self.request.num_samples > 1
-        return complete and all(answer.status.finish_reason for answer in self.answers.values())
 
 
 class LLMEngine:
@@ -208,6 +184,8 @@ class LLMEngine:
         output_kind: OutputKind = "cumulative",
     ) -> Submission:
         """Checks a request, without handing it in; the first half of `add_request`, which raises what this raises."""
+        if not isinstance(request_id, str) or not request_id:
+            raise ValueError(f"request_id must be a non-empty string, got {request_id!r}")
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
@@ -238,13 +216,13 @@ class LLMEngine:
             priority=priority,
             num_samples=params.n,
         )
-        return Submission(text, request, output_kind, {0: request})
+        return Submission(text, request, output_kind)
 
     def submit(self, submission: Submission, arrival_time: float | None = None) -> None:
         """Hands in what `prepare` has checked; the second half of `add_request`, which raises what this raises."""
         request = submission.request
         request.arrival_time = self.clock.now() if arrival_time is None else arrival_time
-        names = answer_names(request)
+        names = submission.names
         with self._lock:
             # A member of a static batch keeps its row, and so its name, until the whole batch has ended.
             taken = names & self._names | names & {running.request_id for running in self.scheduler.running}
@@ -285,38 +263,8 @@ class LLMEngine:
             if submission.finished:
                 with self._lock:
                     del self._submissions[name]
-                    self._names -= answer_names(submission.request)
+                    self._names -= submission.names
             elif submission.output_kind == "final_only" or submission.aborted:
                 continue
-            outputs.append(self._output(submission))
+            outputs.append(submission.output(self.tokenizer))
         return outputs
-
-    def _output(self, submission: Submission) -> RequestOutput:
-        request, answers = submission.request, [answer for _, answer in sorted(submission.answers.items())]
-        first_times = [a.first_token_time for a in answers if a.first_token_time is not None]
-        end_times = [a.finished_time for a in answers if a.finished_time is not None]
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=submission.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[self._completion(answer) for answer in answers],
-            finished=submission.finished,
-            num_cached_tokens=request.num_cached_tokens,
-            metrics=RequestMetrics(
-                arrival_time=request.arrival_time,
-                first_scheduled_time=request.first_scheduled_time,
-                first_token_time=min(first_times, default=None),
-                finished_time=max(end_times) if submission.finished else None,
-                num_preemptions=sum(answer.num_preemptions for answer in answers),
-            ),
-        )
-
-    def _completion(self, answer: Request) -> CompletionOutput:
-        token_ids = answer.output_token_ids
-        text = "" if self.tokenizer is None else str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-        return CompletionOutput(answer.index, text, token_ids, answer.status.finish_reason, answer.stop_reason)
-
-
-def answer_names(request: Request) -> set[str]:
-    """The names of all answers that a request has, or will have."""
-    return {branch_id(request.request_id, index) for index in range(request.params.n)}

@@ -128,7 +128,7 @@ class ModelRunner:
                 self._run_or_split([item], output)
             return
         for item in scheduled:
-            item.row.num_computed_tokens = item.end + item.rerun
+            item.row.num_computed_tokens = item.end
             drawn, tokens = tokens[: item.num_samples], tokens[item.num_samples :]
             if min(drawn, default=0) < 0:
                 output.failed[item.row.request_id] = NOT_FINITE

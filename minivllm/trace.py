@@ -1,4 +1,4 @@
-"""The flight recorder: every step of an engine as one plain JSON object, and the state rebuilt from them.
+"""A trace: every step of an engine as one plain JSON object, and the state rebuilt from them.
 
 A trace is a header and a list of steps. It can be saved (JSON lines: the header first), loaded, and opened in
 Perfetto. Everything that is drawn is drawn from a trace, through `Trace.state`. Nothing here draws.
@@ -7,15 +7,12 @@ Perfetto. Everything that is drawn is drawn from a trace, through `Trace.state`.
 import copy
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from minivllm.config import EngineConfig
 from minivllm.kv_cache import Fragmentation
-from minivllm.request import Request
-from minivllm.scheduler import Scheduler, SchedulerOutput
 
 SCHEMA, VERSION = "minivllm.trace", 1
 
@@ -167,7 +164,10 @@ class Trace:
                 raise ValueError(f"{path}, line {number} is no JSON object")
         if not items:
             raise ValueError(f"{path} is empty: a trace has a header at least")
-        return cls(items[0], items[1:])
+        try:
+            return cls(items[0], items[1:])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def state(self, k: int) -> TraceState:
         """Everything as it stands after the trace's step of index `k`; negative ones count from the end.
@@ -235,91 +235,3 @@ def _advance(state: TraceState, step: dict[str, Any]) -> None:
     state.step, state.start_s, state.end_s = step["step"], step["start_s"], step["end_s"]
     state.decisions, state.copies = step.get("decisions", []), step.get("copies", [])
     state.usage, state.fragmentation = step["usage"], Fragmentation(**step["fragmentation"])
-
-
-class Recorder:
-    """Writes an engine's steps into a trace."""
-
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, now: float) -> None:
-        """Begins a trace; requests that are in the engine already come in with the first step."""
-        self._scheduler, self._start = scheduler, now
-        self._known: dict[str, int] = {}  # unfinished requests, and how often they have been preempted
-        self._holders = [request.request_id for request in scheduler.running]
-        self._added: list[dict[str, Any]] = []
-        manager = scheduler.manager
-        self.trace = Trace(
-            {
-                "schema": SCHEMA,
-                "version": VERSION,
-                "config": asdict(config),
-                "num_blocks": manager.num_blocks,
-                "block_size": manager.block_size,
-                "token_budget": scheduler.token_budget,
-                "max_running": scheduler.max_running,
-                "start_s": now,
-            }
-        )
-        for request in [*scheduler.running, *scheduler.waiting]:
-            self.add(request)
-
-    def add(self, request: Request) -> None:
-        """A request has come."""
-        self._known[request.request_id] = request.num_preemptions
-        reason = request.status.finish_reason  # a member of a static batch may have ended before the trace begins
-        self._added.append(
-            {
-                "request_id": request.request_id,
-                "num_prompt_tokens": request.num_prompt_tokens,
-                "max_num_tokens": request.max_num_tokens,
-                "arrival_s": round(request.arrival_time - self._start, 6),
-                "priority": request.priority,
-                "parent_id": request.parent_id,
-                "num_tokens": request.num_tokens,
-                "num_computed_tokens": request.num_computed_tokens,
-                "block_ids": self._scheduler.manager.get_block_ids(request),
-                "num_preemptions": request.num_preemptions,
-                **({"status": reason, "ended_in_step": self._scheduler.step - 1} if reason else {}),
-            }
-        )
-
-    def record(self, plan: SchedulerOutput, touched: list[Request], start: float, end: float) -> None:
-        """A step has been made: its plan, and the requests that got a token or ended."""
-        scheduler = self._scheduler
-        for request in touched:
-            if request.request_id not in self._known:  # it branched off in this step, with its first token
-                self.add(request)
-                self._added[-1]["num_tokens"] -= 1
-        blocks = {**{new.request_id: (0, new.block_ids) for new in plan.new_requests}, **plan.table_changes}
-        finished = {r.request_id: r.status.finish_reason for r in touched if r.status.finish_reason}
-        preempted = []
-        for request in [*scheduler.requests.values(), *(r for r in touched if r.request_id in finished)]:
-            name = request.request_id
-            preempted += [name] * (request.num_preemptions - self._known[name])
-            self._known[name] = request.num_preemptions
-        for name in finished:
-            del self._known[name]
-        running, released = [request.request_id for request in scheduler.running], scheduler.pending_removals
-        lost = [*preempted, *(name for name in self._holders if name not in {*running, *released})]
-        step = {
-            "step": plan.step,
-            "start_s": round(start - self._start, 6),
-            "end_s": round(end - self._start, 6),
-            "added": self._added,
-            "removed": list(dict.fromkeys(lost)),
-            "preempted": preempted,
-            "scheduled": dict(plan.num_scheduled_tokens),
-            "rerun": plan.rerun,
-            "blocks": {name: list(change) for name, change in blocks.items()},
-            "copies": [list(copy) for copy in plan.copies],
-            "decisions": [decision._asdict() for decision in plan.decisions],
-            "tokens": {request.request_id: request.num_tokens for request in touched},
-            "finished": finished,
-            "released": released,
-            "waiting": [request.request_id for request in scheduler.waiting],
-            "running": running,
-        }
-        step = {name: value for name, value in step.items() if value or name in ("step", "start_s", "end_s")}
-        step["usage"] = round(scheduler.manager.usage, 6)
-        step["fragmentation"] = asdict(scheduler.manager.fragmentation(next(iter(scheduler.waiting), None)))
-        self.trace.steps.append(step)
-        self._added, self._holders = [], running

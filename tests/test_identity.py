@@ -11,6 +11,7 @@ from minivllm.engine import LLMEngine, ModelLimits
 from minivllm.kv_cache import ContiguousKVCache, PagedKVCache
 from minivllm.runner import ModelRunner
 from minivllm.scheduler import ContinuousScheduler, StaticScheduler
+from minivllm.scheduler.invariants import check_plan
 from tests.conftest import TINY, hf_generate
 from tests.lessons.test_naive import random_prompts
 
@@ -40,11 +41,13 @@ def build_engine(model, num_blocks, block_size=16, keep_finished_rows=True, **fi
     runner = ModelRunner(model, num_blocks, block_size)
     runner.cache.keys.fill_(float("nan"))
     runner.cache.values.fill_(float("nan"))
-    execute = runner.execute
+    execute, runner.failures = runner.execute, []
 
     def checked(plan):
-        scheduler.check_plan(plan)
-        return execute(plan)
+        check_plan(scheduler, plan)
+        result = execute(plan)
+        runner.failures += result.failed.items()
+        return result
 
     runner.execute = checked
     limits = ModelLimits(TINY["vocab_size"], 128, frozenset([2]))
@@ -96,7 +99,7 @@ def test_every_configuration_gives_transformers_tokens(tiny_llama, expected, bat
     engine = build_engine(tiny_llama[1], **MEMORY[memory], **BATCHING[batching], **fields)
     outputs = run_staggered(engine, PROMPTS, params, seed=chunk)
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"} and not engine.runner.failures
     preemptions = sum(output.metrics.num_preemptions for output in outputs)
     if batching == "continuous" and memory in ("barely", "tight"):
         assert preemptions > 0
@@ -129,6 +132,7 @@ def test_ended_rows_of_a_static_batch_change_no_token(tiny_llama, expected, keep
     outputs = run_staggered(engine, PROMPTS, params)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert any(step.get("rerun") for step in trace.steps) == keep
+    assert engine.runner.failures == []  # not even of those rows whose outcome nobody looks at
 
 
 @pytest.mark.parametrize("memory", ["huge", "tight", "pow2", "exact"])

@@ -87,7 +87,7 @@ class ContinuousScheduler(Scheduler):
             return Decision("wait", name, "preempted")
         if num_rows + request.num_samples > self.max_running:
             return Decision("wait", name, "max_num_seqs", None, request.num_samples, self.max_running - num_rows)
-        least = 1 if self.chunked else request.num_tokens
+        least = 1 if self._in_pieces(request) else request.num_tokens
         if budget < least:
             return Decision("wait", name, "token_budget", None, least, budget)
         if self.manager.num_missing_blocks(request) + promised > self.manager.num_free_blocks:

@@ -260,6 +260,11 @@ class Scheduler(ABC):
                 return False
         return True
 
+    def _in_pieces(self, request: Request) -> bool:
+        """Whether its tokens may be computed in pieces: with chunks off, only if it has grown beyond every step's
+        budget and was preempted, so that it could never start again otherwise."""
+        return self.chunked or request.num_tokens > self.token_budget
+
     def _victim(self) -> Request:
         """Who has to give its memory up."""
         return self.running[-1] if self.policy == "fcfs" else max(self.running, key=rank)
@@ -291,21 +296,3 @@ class Scheduler(ABC):
             index=request.index,
             parent_id=request.parent_id,
         )
-
-    def check_plan(self, plan: SchedulerOutput) -> None:
-        """Asserts what must hold of every plan and of memory, before the plan is run."""
-        self.manager.check()
-        assert plan.num_tokens <= self.token_budget, f"{plan.num_tokens} tokens, the budget is {self.token_budget}"
-        assert sum(request.num_samples for request in self.running) <= self.max_running, "too many rows run"
-        assert len({id(request) for request in self.running}) == len(self.running), "somebody runs twice"
-        assert [request.request_id for request in self._in_flight] == list(plan.num_scheduled_tokens), "rows differ"
-        for request, count in zip(self._in_flight, plan.num_scheduled_tokens.values(), strict=True):
-            assert request in self.running, f"{request.request_id} is scheduled and does not run"
-            assert count > 0, f"{request.request_id} has a row without a token"
-            if request.status is RequestStatus.RUNNING:
-                end = request.num_computed_tokens + count
-                covered = len(self.manager.get_block_ids(request)) * self.manager.block_size
-                assert end <= min(request.num_tokens, covered), f"{request.request_id}: {end} of {request.num_tokens}"
-        for request in self.waiting:
-            assert not self.manager.get_block_ids(request), f"{request.request_id} waits and holds memory"
-            assert request.num_computed_tokens == 0, f"{request.request_id} waits and has computed tokens"

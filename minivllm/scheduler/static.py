@@ -66,7 +66,7 @@ class StaticScheduler(Scheduler):
         budget = self.token_budget
         for request in behind:
             missing = request.num_tokens - request.num_computed_tokens
-            count = min(missing, self.chunk_limit, budget) if self.chunked else missing
+            count = min(missing, self.chunk_limit, budget) if self._in_pieces(request) else missing
             if not 0 < count <= budget:
                 return
             allocated = self.manager.allocate_slots(request, count)
