@@ -8,9 +8,9 @@ import time
 
 from minivllm.config import EngineConfig
 from minivllm.kv_cache import PagedKVCache
-from minivllm.recorder import Recorder
 from minivllm.request import Request, SamplingParams
 from minivllm.scheduler import ContinuousScheduler, RunnerOutput, SchedulerOutput
+from minivllm.trace import Recorder
 
 STEPS, REPEATS = 100, 7
 BLOCK_SIZE = 16

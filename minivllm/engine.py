@@ -18,13 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from minivllm.clock import Clock, WallClock
 from minivllm.config import EngineConfig
 from minivllm.prompts import Prompt, check_prompt, parse_prompt
-from minivllm.recorder import Recorder
 from minivllm.request import Request, RequestOutput, SamplingParams
 from minivllm.sampler import derive_seed
 from minivllm.scheduler import RunnerOutput, Scheduler, SchedulerOutput
 from minivllm.submission import OutputKind, Submission
 from minivllm.tokenizer import encode
-from minivllm.trace import Trace
+from minivllm.trace import Recorder, Trace
 
 
 class Runner(Protocol):

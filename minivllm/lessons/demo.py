@@ -17,7 +17,7 @@ from minivllm.lessons.batching import Arrival, serve
 from minivllm.lessons.naive import ConcatCache, Generation, SlabCache, generate
 from minivllm.lessons.paged import generate_paged
 from minivllm.tokenizer import encode, render_chat
-from minivllm.trace_stats import summarize
+from minivllm.trace import summarize
 
 QUESTION = "Why do large language models need a key-value cache?"
 STORY = "Operating systems divide memory into pages of a fixed size, because"

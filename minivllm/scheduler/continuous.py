@@ -62,10 +62,9 @@ class ContinuousScheduler(Scheduler):
             if obstacle is None and not self.manager.allocate_slots(request, count):
                 obstacle = self._lacks_memory(request, promised)
             if obstacle is not None:
-                if obstacle.kind == "wait":
-                    plan.decisions.append(obstacle)
-                    return
                 plan.decisions.append(obstacle)
+                if obstacle.kind == "wait":
+                    return
                 self._finish(request, RequestStatus.FINISHED_LENGTH_CAPPED, now)
                 self._ended.append(request)
                 continue

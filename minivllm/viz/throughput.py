@@ -11,10 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from minivllm.trace import Trace
-from minivllm.trace_spans import Phase, request_times
-from minivllm.trace_stats import TokenGap, TraceSummary
-from minivllm.trace_stats import token_gaps as gaps_of
+from minivllm.trace import Phase, TokenGap, Trace, TraceSummary, request_times
+from minivllm.trace import token_gaps as gaps_of
 from minivllm.viz.style import INK, PALETTE, request_color, styled
 
 Unit = Literal["step", "second"]

@@ -12,8 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from minivllm.trace import Trace
-from minivllm.trace_spans import Phase, RequestTimes, Span, request_times
+from minivllm.trace import Phase, RequestTimes, Span, Trace, request_times
 from minivllm.viz.style import FAINT, INK, request_color, styled
 
 TimeAxis = Literal["step", "seconds"]

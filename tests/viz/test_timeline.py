@@ -5,7 +5,7 @@ import pytest
 
 from minivllm import viz
 from minivllm.request import SamplingParams
-from minivllm.trace_stats import memory_events, summarize
+from minivllm.trace import memory_events, summarize
 from tests.fakes import make_engine, sample_trace
 
 WORK = [(5, 4, 0), (9, 10, 0), (3, 2, 1)]

@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from minivllm.kv_cache import MemoryEvent
-from minivllm.trace import Trace
-from minivllm.trace_spans import RequestTimes, request_times
+from minivllm.trace.spans import RequestTimes, request_times
+from minivllm.trace.trace import Trace
 
 
 @dataclass(frozen=True)

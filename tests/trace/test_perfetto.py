@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from minivllm.perfetto import ENGINE, REQUESTS, STEPS, trace_events
 from minivllm.request import SamplingParams
-from minivllm.trace_stats import summarize
+from minivllm.trace import summarize
+from minivllm.trace.perfetto import ENGINE, REQUESTS, STEPS, trace_events
 from tests.fakes import make_engine, run_to_end, sample_trace
 
 CASES = {"continuous": {}, "static": {"batching": "static"}, "one by one": {"batching": "static", "max_num_seqs": 1}}

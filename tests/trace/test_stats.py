@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from minivllm.request import SamplingParams
-from minivllm.trace_spans import request_times
-from minivllm.trace_stats import memory_events, summarize, token_gaps
+from minivllm.trace import memory_events, request_times, summarize, token_gaps
 from minivllm.viz.memory import replay
 from tests import fakes
 from tests.fakes import make_engine, sample_trace

@@ -6,7 +6,7 @@ from typing import Any
 from minivllm.config import EngineConfig
 from minivllm.request import Request
 from minivllm.scheduler import Scheduler, SchedulerOutput
-from minivllm.trace import SCHEMA, VERSION, Trace
+from minivllm.trace.trace import SCHEMA, VERSION, Trace
 
 
 class Recorder:

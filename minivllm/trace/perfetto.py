@@ -8,8 +8,8 @@ track of its steps, the requests are another with a track each.
 from collections.abc import Iterator
 from typing import Any
 
-from minivllm.trace import Trace, TraceState
-from minivllm.trace_spans import RequestTimes, request_times
+from minivllm.trace.spans import RequestTimes, request_times
+from minivllm.trace.trace import Trace, TraceState
 
 Event = dict[str, Any]
 ENGINE, REQUESTS = 1, 2

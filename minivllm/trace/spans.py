@@ -7,7 +7,7 @@ whatever is counted or drawn of them can be checked against the steps.
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from minivllm.trace import RequestState, Trace, TraceState
+from minivllm.trace.trace import RequestState, Trace, TraceState
 
 Phase = Literal["queued", "prefill", "decode", "idle", "preempted", "rerun"]
 PHASES: tuple[Phase, ...] = ("queued", "prefill", "decode", "idle", "preempted", "rerun")

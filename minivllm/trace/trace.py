@@ -195,7 +195,7 @@ class Trace:
 
     def to_perfetto(self, path: str | PathLike[str]) -> None:
         """Writes Chrome's trace event format, which ui.perfetto.dev and chrome://tracing open."""
-        from minivllm.perfetto import trace_events
+        from minivllm.trace.perfetto import trace_events
 
         Path(path).write_text(json.dumps({"traceEvents": trace_events(self)}), encoding="utf-8")
 
