@@ -38,10 +38,8 @@ class KVCacheSize:
         return self.num_blocks * self.bytes_per_block
 
     def __str__(self) -> str:
-        return (
-            f"{self.num_blocks} blocks of {self.block_size} tokens ({self.num_slots} tokens, "
-            f"{self.num_bytes / GIB:.2f} GiB): {self.reason}"
-        )
+        size = f"{self.num_bytes / GIB:.2f} GiB" if self.num_bytes >= GIB else f"{self.num_bytes / 2**20:.1f} MiB"
+        return f"{self.num_blocks} blocks of {self.block_size} tokens ({self.num_slots} tokens, {size}): {self.reason}"
 
 
 def choose_cache_size(
@@ -64,7 +62,7 @@ def choose_cache_size(
     """
     size, per_block = config.block_size, bytes_per_token * config.block_size
     if config.num_kv_blocks is not None:
-        return KVCacheSize(config.num_kv_blocks, size, per_block, "num_kv_blocks")
+        return KVCacheSize(config.num_kv_blocks, size, per_block, "as num_kv_blocks says")
     if config.kv_cache_memory_bytes is not None:
         available, reason = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     elif device.type == "cpu":
@@ -90,7 +88,7 @@ def _left_on_gpu(utilization: float, device: torch.device, profile: Callable[[],
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     reason = (
-        f"gpu_memory_utilization {utilization:g} of {total / GIB:.1f} GiB, less {peak / GIB:.1f} GiB for the model and "
-        f"the largest pass and {others / GIB:.1f} GiB that others use"
+        f"gpu_memory_utilization {utilization:g} of {total / GIB:.1f} GiB, less {peak / GIB:.1f} GiB "
+        f"for the model and the largest pass and {others / GIB:.1f} GiB that others use"
     )
     return int(total * utilization) - peak - others, reason

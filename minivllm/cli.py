@@ -77,7 +77,8 @@ def run_generate(args: argparse.Namespace) -> None:
     """Prints the continuation of every prompt."""
     llm, params = _build(args)
     for output in llm.generate(args.prompt, params, use_tqdm=len(args.prompt) > 1):
-        print(f"{output.prompt}{output.outputs[0].text}")
+        for answer in output.outputs:
+            print(f"{output.prompt}{answer.text}")
 
 
 def run_chat(args: argparse.Namespace) -> None:
@@ -85,7 +86,8 @@ def run_chat(args: argparse.Namespace) -> None:
     llm, params = _build(args)
     system = [{"role": "system", "content": args.system}] if args.system else []
     [output] = llm.chat([*system, {"role": "user", "content": args.message}], params, use_tqdm=False)
-    print(output.outputs[0].text)
+    for answer in output.outputs:
+        print(answer.text)
 
 
 def run_fetch(args: argparse.Namespace) -> None:
@@ -102,6 +104,7 @@ def _build(args: argparse.Namespace) -> Any:
     from minivllm import LLM, SamplingParams
 
     params = SamplingParams(
+        n=args.n,
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
@@ -124,8 +127,8 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         elif field.name in CHOICES:
             options["choices"] = [choice for choice in CHOICES[field.name] if choice is not None]
         else:
-            kinds = {"int": int, "int | None": int, "float": float}
-            options["type"] = kinds.get(str(field.type), str)
+            kinds: dict[Any, Any] = {int: int, int | None: int, float: float}
+            options["type"] = kinds.get(field.type, str)
         group.add_argument(flag, **options)
 
 
@@ -134,7 +137,7 @@ ENGINE_OPTIONS = {
     "tokenizer": "folder or hub id, if not the model's own",
     "device": "auto, cpu, cuda or cuda:N",
     "dtype": "number format of weights and keys and values",
-    "seed": "of the engine",
+    "seed": "of the engine, for requests without a --sampling-seed",
     "max_model_len": "longest prompt + output, in tokens",
     "block_size": "tokens per block of the KV cache",
     "num_kv_blocks": "blocks of the KV cache",
@@ -157,7 +160,8 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float, default=1.0)
     group.add_argument("--top-k", type=int, default=0)
     group.add_argument("--min-p", type=float, default=0.0)
-    group.add_argument("--sampling-seed", type=int, help="of this request")
+    group.add_argument("--n", type=int, default=1, help="answers to make; above 1 only with a temperature")
+    group.add_argument("--sampling-seed", type=int, help="of this request: the same seed gives the same answer")
     group.add_argument("--max-tokens", type=int, default=64)
     group.add_argument("--ignore-eos", action="store_true")
 

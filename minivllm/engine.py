@@ -86,7 +86,7 @@ class LLMEngine:
         self._ended: list[Request] = []  # aborted, and not reported yet
         self._unseeded = count()
         self._recorder: Recorder | None = None
-        self._held_back: list[RequestOutput] = []
+        self._held_back: dict[str, RequestOutput] = {}
         manager = scheduler.manager
         slots = range(1, manager.num_blocks * manager.block_size + 1)
         self._max_slots = bisect_left(slots, True, key=lambda slots: not manager.can_ever_fit(slots))
@@ -101,6 +101,8 @@ class LLMEngine:
         self._take_in()
         start = self.clock.now()
         plan = self.scheduler.schedule(start)
+        if self._recorder is not None:
+            self._recorder.before_pass()
         try:
             result = self.runner.execute(plan)
         except BaseException:
@@ -112,8 +114,8 @@ class LLMEngine:
         touched, self._ended = self._ended + self.scheduler.update(plan, result, end), []
         if self._recorder is not None:
             self._recorder.record(plan, touched, start, end)
-        held_back, self._held_back = self._held_back, []
-        return held_back + self._outputs(touched)
+        held_back, self._held_back = self._held_back, {}
+        return list((held_back | {output.request_id: output for output in self._outputs(touched)}).values())
 
     def add_request(
         self,
@@ -143,8 +145,12 @@ class LLMEngine:
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Ends requests, wherever they stand: no token comes out after this call, and the next step reports the
-        end. Without effect for names that are not there, or no more."""
-        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+        end. Without effect for names that are not there, or no more. Raises ValueError for what is no name and no
+        list of names."""
+        names = [request_id] if isinstance(request_id, str) else request_id
+        if not isinstance(names, Iterable):
+            raise ValueError(f"request_id must be a name or a list of names, got {request_id!r}")
+        for name in list(names):
             with self._lock:
                 submission = self._submissions.get(name)
                 if submission is not None and not submission.aborted:
@@ -156,8 +162,9 @@ class LLMEngine:
         return bool(self._submissions or self._held_back)
 
     def hold_back(self, outputs: list[RequestOutput]) -> None:
-        """Keeps outputs for the next step: they came out while somebody else drove the engine."""
-        self._held_back += outputs
+        """Keeps outputs for the next step, the latest of each request: they came out while somebody else drove the
+        engine."""
+        self._held_back |= {output.request_id: output for output in outputs}
 
     def start_recording(self) -> Trace:
         """Records every step from now on, into the trace that is returned and grows.
@@ -166,7 +173,7 @@ class LLMEngine:
             ValueError: it is recording already.
         """
         if self._recorder is not None:
-            raise ValueError("the engine is recording already: stop_recording() first")
+            raise ValueError("the engine is recording already: end the other llm.trace(), or stop_recording(), first")
         self._recorder = Recorder(self.config, self.scheduler, self.clock.now())
         return self._recorder.trace
 

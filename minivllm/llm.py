@@ -241,7 +241,7 @@ class LLM:
         """Checks all prompts; the names of requests tell them apart from those that others hand to the engine."""
         submissions = []
         for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            name = f"generate-{next(self._request_numbers)}"
+            name = f"#{next(self._request_numbers)}"
             try:
                 submissions.append(self.engine.prepare(name, prompt, p, output_kind="final_only"))
             except ValueError as error:

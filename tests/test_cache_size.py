@@ -18,7 +18,7 @@ def never():
 def test_the_number_given_counts():
     size = choose_cache_size(EngineConfig(num_kv_blocks=7, block_size=32), 100, CUDA, never)
     assert (size.num_blocks, size.num_slots, size.num_bytes) == (7, 224, 7 * 3200)
-    assert str(size) == "7 blocks of 32 tokens (224 tokens, 0.00 GiB): num_kv_blocks"
+    assert str(size) == "7 blocks of 32 tokens (224 tokens, 0.0 MiB): as num_kv_blocks says"
 
 
 def test_what_fits_into_the_memory_given():

@@ -243,7 +243,7 @@ def test_a_request_that_its_memory_could_never_hold_is_refused_with_the_numbers(
         ValueError, match=r"prompt 0: the prompt has 21 tokens and the KV cache holds 20 \(5 blocks of 4"
     ):
         run(small, [[5] * 21], SamplingParams(temperature=0, max_tokens=1))
-    with pytest.raises(ValueError, match=r"has 10 tokens and max_tokens is 12, which need 21 slots, .* holds 20 \(5"):
+    with pytest.raises(ValueError, match=r"has 10 tokens and max_tokens is 12, which need 21 slots .* holds 20 \(5"):
         run(small, [[5] * 10], SamplingParams(temperature=0, max_tokens=12))
     assert len(tokens(run(small, [[5] * 10], SamplingParams(temperature=0, max_tokens=11, ignore_eos=True)))[0]) == 11
     # 18 slots for the prompt and the tokens after it; the last token of all is never read again.
@@ -417,7 +417,10 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
 def test_memory_defaults_to_one_gib_on_a_cpu(llm):
     assert llm.kv_bytes_per_token == KV_BYTES
     assert llm.kv_cache_size.num_blocks == GIB // (16 * KV_BYTES)
-    assert "1 GiB on a CPU" in str(llm.kv_cache_size) and EngineConfig().kv_cache_memory_bytes is None
+    assert (
+        "1.00 GiB): kv_cache_memory_bytes is not set, which means 1 GiB on a CPU" in str(llm.kv_cache_size)
+        and EngineConfig().kv_cache_memory_bytes is None
+    )
 
 
 def test_low_precision_runs(tiny_folder):

@@ -579,12 +579,15 @@ def test_outputs_held_back_come_with_the_next_step_that_succeeds():
     engine.add_request("A", prompt_of(0, 4), greedy(2))
     first = engine.step()
     engine.hold_back(first)
+    engine.hold_back(first)
     assert engine.has_unfinished_requests()
     runner.error = RuntimeError("broke")
     with pytest.raises(RuntimeError):
         engine.step()
-    outputs = engine.step()
-    assert outputs[0] is first[0] and [len(tokens_of(output)) for output in outputs] == [1, 2]
+    [output] = engine.step()  # one output per request: what is newer stands for what was held back
+    assert output.request_id == "A" and len(tokens_of(output)) == 2
+    engine.hold_back(first)
+    assert engine.step() == first and not engine.has_unfinished_requests()
 
 
 def test_the_clock_does_not_move_for_a_pass_that_broke_off():
@@ -674,3 +677,12 @@ def test_with_chunks_off_who_grew_beyond_the_budget_can_still_start_again(batchi
     assert sum(output.metrics.num_preemptions for output in outputs.values()) > 0
     for name, prompt in prompts.items():
         assert outputs[name].outputs[0].token_ids == expected_output(prompt, 30)
+
+
+def test_an_abort_of_what_is_no_name_and_no_list_is_refused():
+    engine = make_engine()
+    with pytest.raises(ValueError, match="request_id must be a name or a list of names, got 5"):
+        engine.abort_request(5)
+    for name in (5, "", None):
+        with pytest.raises(ValueError, match="request_id must be a non-empty string"):
+            engine.add_request(name, [1])

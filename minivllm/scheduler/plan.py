@@ -51,7 +51,7 @@ class Decision(NamedTuple):
             is running). Empty otherwise.
         other: for "preempt", the request that needed the memory.
         needed: blocks, rows or tokens that were needed; for "admit" and "resume", the tokens to compute.
-        available: how many there were.
+        available: how many there were; 0 for "admit" and "resume", where nothing was lacking.
     """
 
     kind: Literal["admit", "resume", "preempt", "wait", "outgrow"]

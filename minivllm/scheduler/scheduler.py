@@ -64,8 +64,8 @@ class Scheduler(ABC):
         if not manager.can_ever_fit(max_num_tokens - 1):
             raise ValueError(
                 f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_num_tokens - num_prompt_tokens}, "
-                f"which need {max_num_tokens - 1} slots, and the KV cache holds {pool}: lower max_tokens or enlarge "
-                "the cache"
+                f"which need {max_num_tokens - 1} slots (the last token needs none), and the KV cache holds {pool}: "
+                "lower max_tokens or enlarge the cache"
             )
         if not self.chunked and num_prompt_tokens > self.token_budget:
             raise ValueError(

@@ -34,7 +34,7 @@ def trace_events(trace: Trace) -> list[Event]:
 
 
 def _engine_events(state: TraceState, token_budget: int) -> Iterator[Event]:
-    """The slice of a step, and the curves: tokens as it begins, everything else as it ends."""
+    """The slice of a step, and the curves: what it computes and holds from its beginning, who waits from its end."""
     args = {
         "tokens": state.num_scheduled_tokens,
         "token_budget": token_budget,
@@ -45,16 +45,15 @@ def _engine_events(state: TraceState, token_budget: int) -> Iterator[Event]:
     }
     yield _slice(f"step {state.step}", ENGINE, STEPS, state.start_s, state.end_s, args)
     yield _counter("tokens in step", state.start_s, state.num_scheduled_tokens)
-    running = sum(not state.requests[name].ended for name in state.running)
-    yield _counter("running", state.end_s, running)
+    yield _counter("running", state.start_s, len(state.scheduled) - len(state.rerun))
     yield _counter("waiting", state.end_s, len(state.waiting))
-    yield _counter("KV cache usage (%)", state.end_s, round(100 * state.usage, 2))
+    yield _counter("KV cache usage (%)", state.start_s, round(100 * state.pass_usage, 2))
 
 
 def _request_events(request: RequestTimes, number: int) -> Iterator[Event]:
     """The spans of a request, and marks for its first token and its end."""
     for span in request.spans:
-        args: Event = {"steps": [span.first_step, span.last_step]}
+        args: Event = {"steps": [span.first_step, span.last_step]} if span.first_step <= span.last_step else {}
         if span.num_tokens:
             args |= {"tokens": span.num_tokens, "recomputed_tokens": span.num_recomputed_tokens}
             args["output_tokens"] = span.num_output_tokens

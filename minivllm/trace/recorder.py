@@ -18,6 +18,7 @@ class Recorder:
         self._known: dict[str, int] = {}  # unfinished requests, and how often they have been preempted
         self._holders = [request.request_id for request in scheduler.running]
         self._added: list[dict[str, Any]] = []
+        self._pass_usage: float | None = None
         manager = scheduler.manager
         self.trace = Trace(
             {
@@ -50,13 +51,20 @@ class Recorder:
                 "num_computed_tokens": request.num_computed_tokens,
                 "block_ids": self._scheduler.manager.get_block_ids(request),
                 "num_preemptions": request.num_preemptions,
-                **({"status": reason, "ended_in_step": self._scheduler.step - 1} if reason else {}),
+                **({"status": reason, "ended_in_step": -1} if reason else {}),
             }
         )
 
+    def before_pass(self) -> None:
+        """A plan has been made: what is held now is held during its pass, also by those who end with it."""
+        self._pass_usage = self._scheduler.manager.usage
+
     def record(self, plan: SchedulerOutput, touched: list[Request], start: float, end: float) -> None:
-        """A step has been made: its plan, and the requests that got a token or ended."""
+        """A step has been made: its plan, and the requests that got a token or ended. A step of an engine without
+        requests leaves no trace."""
         scheduler = self._scheduler
+        if not (plan.num_scheduled_tokens or plan.decisions or touched or self._holders or scheduler.requests):
+            return
         for request in touched:
             if request.request_id not in self._known:  # it branched off in this step, with its first token
                 self.add(request)
@@ -74,7 +82,7 @@ class Recorder:
         still_told = {*running, *released}
         lost = [*preempted, *(name for name in self._holders if name not in still_told)]
         step = {
-            "step": plan.step,
+            "step": len(self.trace),
             "start_s": round(start - self._start, 6),
             "end_s": round(end - self._start, 6),
             "added": self._added,
@@ -93,6 +101,7 @@ class Recorder:
         }
         step = {name: value for name, value in step.items() if value or name in ("step", "start_s", "end_s")}
         step["usage"] = round(scheduler.manager.usage, 6)
+        step["pass_usage"] = step["usage"] if self._pass_usage is None else round(self._pass_usage, 6)
         step["fragmentation"] = asdict(scheduler.manager.fragmentation(next(iter(scheduler.waiting), None)))
         self.trace.steps.append(step)
         self._added, self._holders = [], running

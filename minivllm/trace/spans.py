@@ -216,7 +216,8 @@ class _Account:
         if self.spans and self.spans[-1].phase == phase:
             self.spans[-1] = replace(self.spans[-1], last_step=state.step, end_s=state.end_s)
             return
-        self._end_wait(state)
+        if self.spans or phase != "queued":
+            self._end_wait(state)
         start = state.start_s if self.spans or phase != "queued" else min(self.arrival_s, state.end_s)
         self.spans.append(Span(phase, state.step, state.step, start, state.end_s))
 

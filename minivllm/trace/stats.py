@@ -30,7 +30,7 @@ class TraceSummary:
         mean_running: rows per step, without the useless ones.
         peak_running: most rows in a step, without the useless ones.
         mean_waiting: requests without memory after a step.
-        mean_usage: share of the blocks that somebody held after a step, 0 to 1.
+        mean_usage: share of the blocks that somebody held during a step, 0 to 1.
         peak_usage: the most it came to.
         duration_s: seconds from the start of the first step to the end of the last.
         requests: their times, in order of arrival.
@@ -71,7 +71,7 @@ def summarize(trace: Trace) -> TraceSummary:
     if trace.steps:
         running = [len(step.get("scheduled", ())) - len(step.get("rerun", ())) for step in trace.steps]
         waiting = [len(step.get("waiting", ())) for step in trace.steps]
-        usage = [step["usage"] for step in trace.steps]
+        usage = [step["pass_usage"] for step in trace.steps]
     return TraceSummary(
         num_steps=len(trace),
         num_requests=len(requests),

@@ -80,7 +80,8 @@ class TraceState:
         decisions: what the scheduler decided: dicts with the fields of `Decision`.
         copies: block copies (source, target) made before the pass.
         holders: block to the requests whose tables name it.
-        usage: share of the blocks that somebody holds, 0 to 1.
+        usage: share of the blocks that somebody holds after the step, 0 to 1.
+        pass_usage: the same during its pass, where those who ended with it held theirs.
         fragmentation: what every slot is used for.
     """
 
@@ -97,6 +98,7 @@ class TraceState:
     decisions: list[dict[str, Any]] = field(default_factory=list)
     copies: list[list[int]] = field(default_factory=list)
     usage: float = 0.0
+    pass_usage: float = 0.0
     fragmentation: Fragmentation = field(default_factory=lambda: Fragmentation(0, 0, 0, 0, 0))
 
     @property
@@ -120,7 +122,7 @@ class Trace:
     Attributes:
         header: schema, version, and what the engine was: `config` (fields of EngineConfig), `num_blocks`,
             `block_size`, `token_budget` (tokens per step), `max_running` (rows), `start_s` (on the engine's clock).
-        steps: one dict per step; times are seconds from the start of the trace.
+        steps: one dict per step, numbered from 0; times are seconds from the start of the trace.
     """
 
     def __init__(self, header: dict[str, Any], steps: list[dict[str, Any]] | None = None) -> None:
@@ -139,6 +141,11 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    def __repr__(self) -> str:
+        num_requests = sum(len(step.get("added", ())) for step in self.steps)
+        seconds = self.steps[-1]["end_s"] if self.steps else 0.0
+        return f"<Trace: {len(self)} steps, {num_requests} requests, {seconds:.2f} s>"
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes JSON lines: the header, then a line per step."""
@@ -178,7 +185,7 @@ class Trace:
             ValueError: there is no such step.
         """
         if not -len(self) <= k < len(self):
-            raise ValueError(f"there is no step {k}: the trace has {len(self)}")
+            raise ValueError(f"there is no step {k}: the trace has {len(self)}, numbered from 0")
         k %= len(self)
         reached, state = self._reached if self._reached[0] <= k else (-1, TraceState())
         for step in self.steps[reached + 1 : k + 1]:
@@ -234,4 +241,5 @@ def _advance(state: TraceState, step: dict[str, Any]) -> None:
             requests[name].status = "running"
     state.step, state.start_s, state.end_s = step["step"], step["start_s"], step["end_s"]
     state.decisions, state.copies = step.get("decisions", []), step.get("copies", [])
-    state.usage, state.fragmentation = step["usage"], Fragmentation(**step["fragmentation"])
+    state.usage, state.pass_usage = step["usage"], step["pass_usage"]
+    state.fragmentation = Fragmentation(**step["fragmentation"])

@@ -38,6 +38,10 @@ def growth(
         ax.set(title=title, xlabel=xlabel, ylabel=ylabel, xlim=(min(x), max(x)))
         if log:
             ax.set(xscale="log", yscale="log", xticks=x, xticklabels=[f"{value:g}" for value in x])
+            low, high = ax.get_ylim()
+            if high < 1000 * low:
+                ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                ax.yaxis.set_major_formatter("{x:g}")
             ax.minorticks_off()
         else:
             ax.set_ylim(bottom=0)

@@ -7,7 +7,7 @@ from minivllm.trace import RequestState, TraceState
 from minivllm.viz.style import FAINT, INK
 
 CELL_PX, BAR_PX = 30, 12  # height of a block, inside its border, and of the bar in it
-MOST_CHIPS = 24
+MOST_CHIPS, MOST_LETTERS = 24, 6
 QUIET, LINE = "#5A5A5A", "#B5B5B5"
 HATCH = {
     "prefill": "",
@@ -83,6 +83,11 @@ def cell(text: str, number: int, label: str, bars: Sequence[str], color: str) ->
         f'<div role="img" title="{escape(text)}" style="border:{border};overflow:hidden'
         f'{f";background:{layers}" if bars else ""}">{number}{name}</div>'
     )
+
+
+def short(name: str) -> str:
+    """A name that fits into a cell: its end, where names differ."""
+    return name if len(name) <= MOST_LETTERS else f"…{name[1 - MOST_LETTERS :]}"
 
 
 def row(cells: Sequence[str], span: int = 1) -> str:

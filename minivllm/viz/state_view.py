@@ -17,7 +17,7 @@ from minivllm.viz.style import INK, PALETTE, request_color
 
 MOST_BLOCKS = 256  # a larger pool is drawn in groups of neighbouring blocks
 MOST_GROUPS = 64
-COLUMNS = ("Request", "This step", "Cached, of its tokens (at most)", "Block table")
+COLUMNS = ("Request", "This step", "Tokens cached / so far / at most", "Block table")
 MOST_ROWS, MOST_HOLDERS, MOST_SEGMENTS = 24, 4, 48
 # The parts of `Fragmentation`: what they are called, and how they are drawn in all figures.
 PARTS = {
@@ -74,12 +74,15 @@ def _waiting(state: TraceState, colors: dict[str, str]) -> tuple[str, str]:
 
 def _running(state: TraceState, header: dict[str, Any], colors: dict[str, str]) -> tuple[str, str]:
     """Title and chips of the batch, in the order of service, with its empty rows."""
-    chips = [html.chip(state.requests[name], colors[name], state) for name in state.running[:MOST_CHIPS]]
-    num_empty = max(0, min(header["max_running"] - len(state.running), 8 - len(chips)))
+    # Who ended with this step had a row in it, which nobody else could have.
+    rows = [*state.running, *(name for name in state.finished if name in state.scheduled and name not in state.running)]
+    rows.sort(key=lambda name: list(state.scheduled).index(name) if name in state.scheduled else len(rows))
+    chips = [html.chip(state.requests[name], colors[name], state) for name in rows[:MOST_CHIPS]]
+    num_empty = max(0, min(header["max_running"] - len(rows), 8 - len(chips)))
     chips += [
         f'<span style="{html.chip_style(LINE)};border-style:dashed;color:{QUIET};padding:0 7px">empty</span>'
     ] * num_empty
-    return f"Running: {len(state.running)} of {header['max_running']} rows", html.lane(chips, len(state.running))
+    return f"Running: {len(rows)} of {header['max_running']} rows", html.lane(chips, len(rows))
 
 
 def _budget_title(state: TraceState, header: dict[str, Any]) -> str:
@@ -137,7 +140,7 @@ def _sentences(state: TraceState, header: dict[str, Any]) -> str:
 def _memory_title(state: TraceState, header: dict[str, Any]) -> str:
     held, blocks = round(state.usage * header["num_blocks"]), header["num_blocks"]
     share, size = f"{100 * state.usage:.0f} %", header["block_size"]
-    return f"Memory after the step: {held} of {blocks} blocks ({share}) of {size} slots"
+    return f"Memory after the step: {held} of {blocks} blocks held ({share}), {size} slots each"
 
 
 def _memory(state: TraceState, header: dict[str, Any], colors: dict[str, str]) -> str:
@@ -191,7 +194,7 @@ def _block_cells(state: TraceState, header: dict[str, Any], colors: dict[str, st
             continue
         shared = f", shared by {len(names)}" if len(names) > 1 else ""
         text = f"block {block}{shared}: " + ", ".join(f"{name} {counts[name]} of {size} slots" for name in names)
-        label = names[0] + (f" +{len(names) - 1}" if shared else "")
+        label = html.short(names[0]) + (f" +{len(names) - 1}" if shared else "")
         bars = [_stops([(counts[name], colors[name]), (size - counts[name], colors[name] + "38")]) for name in names]
         cells.append(html.cell(text, block, label, bars[:MOST_HOLDERS], INK if shared else colors[names[0]]))
     return cells
@@ -270,7 +273,7 @@ def _table_row(request: RequestState, state: TraceState, colors: dict[str, str],
         f'background:{color}"></div></div></div>'
     )
     tokens = f'<div style="display:flex;align-items:center;gap:8px">{bar}<span style="flex:0 0 118px;text-align:right">'
-    tokens += f'{cached} of {total} <span style="color:{QUIET}">({most})</span></span></div>'
+    tokens += f'{cached} / {total} / <span style="color:{QUIET}">{most}</span></span></div>'
     blocks = html.ranges(request.block_ids) or f'<span style="color:{QUIET}">no blocks</span>'
     return html.row([html.chip(request, color, state), done, tokens, blocks])
 

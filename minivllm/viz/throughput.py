@@ -59,9 +59,11 @@ def token_budget(trace: Trace, title: str) -> Figure:
                     **look,
                 )
                 bottom += tokens[kind]
-        ax.axhline(budget, color=INK, linestyle="--", linewidth=1.2, label=f"token budget: {budget}")
         top = max(total.max(), 1) * 1.15
-        if budget > 4 * top:
+        far = budget > 4 * top
+        label = f"token budget: {budget}{' (far above)' if far else ''}"
+        ax.axhline(budget, color=INK, linestyle="--", linewidth=1.2, label=f"_{label}" if far else label)
+        if far:
             ax.text(steps[-1] + 0.5, top, f"token budget: {budget}, far above ↑ ", ha="right", va="top", fontsize=9)
         else:
             top = max(top, budget * 1.08)
@@ -72,21 +74,26 @@ def token_budget(trace: Trace, title: str) -> Figure:
 
 
 def queue_and_usage(trace: Trace, title: str) -> Figure:
-    """Two panels over the steps: how many run and wait, and how full the KV cache is.
+    """Two panels over the steps: how many rows run and how many requests wait, and how full the KV cache is.
 
-    Both are as they stand after a step.
+    Rows and memory are those of a step's pass, with what ended in it; who waits is counted after the step.
 
     Raises:
         ValueError: the trace has no steps.
     """
     steps = _steps(trace)
     running, new, preempted, usage, filled = [], [], [], [], []
+    held = set[str]()  # who holds memory after the step before
     for state in trace.states():
-        running.append(sum(not state.requests[name].ended for name in state.running))
+        running.append(len(state.scheduled) - len(state.rerun))
         preempted.append(sum(state.requests[name].status == "preempted" for name in state.waiting))
         new.append(len(state.waiting) - preempted[-1])
-        usage.append(100 * state.usage)
-        filled.append(100 * state.fragmentation.used / max(1, state.fragmentation.total))
+        usage.append(100 * state.pass_usage)
+        were_here = [state.requests[name] for name in {*held, *state.scheduled}]
+        gone = [request for request in were_here if request.ended and not request.block_ids]
+        used = state.fragmentation.used + sum(request.num_computed_tokens for request in gone)
+        held = {name for name, request in state.requests.items() if request.block_ids}
+        filled.append(min(usage[-1], 100 * used / max(1, state.fragmentation.total)))
     with styled():
         fig, (top, bottom) = plt.subplots(2, sharex=True, figsize=(7.2, 4.4))
         for y, style, color, name in (

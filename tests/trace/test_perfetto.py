@@ -78,8 +78,19 @@ def test_every_step_has_its_slice_and_four_counters(trace):
             counters.setdefault(event["name"], []).append(event["args"]["value"])
     assert counters["tokens in step"] == [sum(step["scheduled"].values()) for step in trace.steps]
     assert counters["waiting"] == [len(step.get("waiting", [])) for step in trace.steps]
-    assert counters["KV cache usage (%)"] == [round(100 * step["usage"], 2) for step in trace.steps]
-    assert counters["running"][-1] == 0 and len(counters["running"]) == len(trace) and len(counters) == 4
+    assert counters["KV cache usage (%)"] == [round(100 * step["pass_usage"], 2) for step in trace.steps]
+    assert counters["running"] == [len(s["scheduled"]) - len(s.get("rerun", ())) for s in trace.steps]
+    assert len(counters) == 4
+
+
+def test_who_waited_before_a_step_began_has_one_slice_for_it():
+    engine = make_engine(max_num_seqs=1)
+    trace = engine.start_recording()
+    for name in "AB":
+        engine.add_request(name, [1, 2], SamplingParams(temperature=0, max_tokens=2), arrival_time=-0.5)
+    run_to_end(engine)
+    queued = [e for e in trace_events(trace) if e["name"] == "queued"]
+    assert [(e["tid"], e["args"]) for e in queued] == [(1, {}), (2, {"steps": [0, 1]})]
 
 
 def test_a_preempted_request_reads_as_its_story():

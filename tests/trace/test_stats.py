@@ -179,7 +179,7 @@ def test_a_recording_that_begins_in_the_middle_does_not_invent_a_first_token():
     fakes.run_to_end(engine)
     [request] = request_times(trace)
     assert request.ttft_s is None and request.first_token_step is None and request.tpot_s is None
-    assert request.num_output_tokens == 4 and phases(request) == [("decode", 1, 4)]
+    assert request.num_output_tokens == 4 and phases(request) == [("decode", 0, 3)]
 
 
 def test_a_name_that_is_used_again_counts_twice():

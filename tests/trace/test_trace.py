@@ -236,10 +236,10 @@ def test_recording_can_begin_in_the_middle(batching):
     with pytest.raises(ValueError, match="recording already"):
         engine.start_recording()
     states = recorded(engine)
-    assert states[0].step == 4 and states[0].requests["B"].arrival_s < 0 == states[0].start_s
+    assert states[0].step == 0 and states[0].requests["B"].arrival_s < 0 == states[0].start_s
     assert trace.header["start_s"] + states[-1].end_s == pytest.approx(engine.clock.now())
     if batching == "static":
-        assert states[0].requests["A"].status == "length" and states[0].requests["A"].ended_in_step == 3
+        assert states[0].requests["A"].status == "length" and states[0].requests["A"].ended_in_step == -1
         assert states[0].rerun == ["A"]
     else:
         assert "A" not in states[0].requests
@@ -282,3 +282,35 @@ def test_a_pass_that_broke_off_shows_as_a_preemption_in_the_next_step():
 def test_what_is_recorded_is_plain_json(trace):
     assert json.loads(json.dumps(trace.steps, allow_nan=False)) == trace.steps
     assert all("rerun" not in step and step["usage"] >= 0 for step in trace.steps)
+
+
+def test_an_engine_without_requests_leaves_no_trace_of_its_steps():
+    engine = make_engine()
+    trace = engine.start_recording()
+    engine.step()
+    engine.add_request("A", [1, 2], SamplingParams(temperature=0, max_tokens=1))
+    for _ in range(3):
+        engine.step()
+    assert [step["step"] for step in trace.steps] == [0] and len(trace) == 1
+    assert repr(trace) == "<Trace: 1 steps, 1 requests, 0.02 s>"
+
+
+def test_a_second_trace_of_an_engine_counts_from_0_again():
+    engine = make_engine()
+    for name in "AB":
+        trace = engine.start_recording()
+        engine.add_request(name, [1, 2], SamplingParams(temperature=0, max_tokens=3))
+        run_to_end(engine)
+        engine.stop_recording()
+        assert [step["step"] for step in trace.steps] == [0, 1, 2]
+        assert trace.state(2).requests[name].ended_in_step == 2
+    with pytest.raises(ValueError, match="there is no step 3: the trace has 3, numbered from 0"):
+        trace.state(3)
+
+
+def test_memory_of_a_pass_counts_who_ended_with_it():
+    engine = make_engine(num_blocks=10, block_size=4)
+    trace = engine.start_recording()
+    engine.add_request("A", [1] * 8, SamplingParams(temperature=0, max_tokens=1))
+    engine.step()
+    assert trace.state(0).usage == 0 and trace.state(0).pass_usage == pytest.approx(0.2)

@@ -124,7 +124,7 @@ def test_blocks_show_holder_fill_and_colour():
     shown = titles(html)
     assert "block 0: R0 8 of 8 slots" in shown and "block 2: R0 4 of 8 slots" in shown and "block 5, free" in shown
     assert f"{request_color(0)} 0% 50%,{request_color(0)}38 50% 100%" in html
-    assert "Memory after the step: 5 of 12 blocks (42 %) of 8 slots" in texts(html)
+    assert "Memory after the step: 5 of 12 blocks held (42 %), 8 slots each" in texts(html)
     assert "with a token 32" in texts(html) and "free 56" in texts(html)
 
 
@@ -144,7 +144,20 @@ def test_the_queue_marks_the_preempted_and_the_tables_list_blocks_and_tokens():
     assert f"Waiting: {len(state.waiting)} R5 preempted 1×" in seen
     assert f"Running: {len(state.running)} of 4 rows" in seen
     request = state.requests["R3"]
-    assert f"{request.num_computed_tokens} of {request.num_tokens} ({request.max_num_tokens})" in seen
+    assert f"{request.num_computed_tokens} / {request.num_tokens} / {request.max_num_tokens}" in seen
+
+
+def test_who_ended_with_a_step_had_a_row_in_it():
+    trace = sample_trace([(4, 3, 0), (4, 3, 0), (4, 3, 0)], max_num_seqs=2)
+    state = trace.state(2)
+    assert state.running == [] and set(state.finished) == {"R0", "R1"}
+    seen = texts(view(state, trace.header))
+    assert "Running: 2 of 2 rows R0 ended R1 ended" in seen and "R2 waits: the batch is full (2 of 2 rows)" in seen
+
+
+def test_long_names_show_their_ends_in_the_block_map():
+    trace = trace_of_one("request-number-0", n=2, temperature=1.0, seed=1)
+    assert "…ber-0" in view(trace.state(0), trace.header)
 
 
 def test_names_are_text_and_nothing_else():

@@ -119,15 +119,15 @@ def test_a_budget_far_above_does_not_flatten_the_bars():
     assert figure.axes[0].texts[0].get_text().startswith("token budget: 2048, far above")
 
 
-def test_queue_and_usage_are_those_after_each_step(static):
+def test_rows_and_usage_are_those_of_the_pass_with_who_ended_in_it(static):
     lines = twin(viz.queue_and_usage(static, "T"))
-    assert "line 'running (mean 1.1)' n=12: 2, 2, 2, 1, 1, 1, 1, 1, 1, 0, 1, 0" in lines
+    assert "line 'running (mean 1.3)' n=12: 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1" in lines
     assert "line 'waiting (mean 0.8)' n=12: 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0" in lines
     assert "line 'preempted (mean 0.0)' n=12: " + ", ".join(["0"] * 12) in lines
-    usage = "25, 25, 25, 25, 25, 25, 25, 25, 33.3, 0, 8.33, 0"
-    assert f"line 'held by somebody (mean 20 %)' n=12: {usage}" in lines
-    filled = "14.6, 16.7, 18.8, 20.8, 21.9, 22.9, 24, 25, 26, 0, 3.12, 0"
-    assert f"line 'with a token in it (16 %)' n=12: {filled}" in lines
+    usage = "25, 25, 25, 25, 25, 25, 25, 25, 33.3, 33.3, 8.33, 8.33"
+    assert f"line 'held by somebody (mean 24 %)' n=12: {usage}" in lines
+    filled = "14.6, 16.7, 18.8, 20.8, 21.9, 22.9, 24, 25, 26, 27.1, 3.12, 4.17"
+    assert f"line 'with a token in it (19 %)' n=12: {filled}" in lines
 
 
 def test_the_knee_is_the_smallest_batch_with_nine_tenths_of_the_best():
