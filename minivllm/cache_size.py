@@ -3,6 +3,7 @@
 Knows the memory of the device and nothing of requests. The choice is a value that can be read and printed.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,9 +59,15 @@ def choose_cache_size(
         profile: runs the largest pass that can come; only called on a GPU without a given size.
 
     Raises:
-        ValueError: the memory does not hold a single block.
+        ValueError: the memory does not hold a single block, or more is asked for than the device has.
     """
     size, per_block = config.block_size, bytes_per_token * config.block_size
+    asked = (config.num_kv_blocks or 0) * per_block or config.kv_cache_memory_bytes or 0
+    if asked > (total := total_memory(device)):
+        raise ValueError(
+            f"the KV cache would take {asked} bytes and the {device.type} has {total}: lower num_kv_blocks (a block "
+            f"takes {per_block} bytes) or kv_cache_memory_bytes"
+        )
     if config.num_kv_blocks is not None:
         return KVCacheSize(config.num_kv_blocks, size, per_block, "as num_kv_blocks says")
     if config.kv_cache_memory_bytes is not None:
@@ -75,6 +82,13 @@ def choose_cache_size(
             f"({reason}): raise kv_cache_memory_bytes or gpu_memory_utilization, or take a smaller block_size"
         )
     return KVCacheSize(available // per_block, size, per_block, reason)
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of memory that a device has in all."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _left_on_gpu(utilization: float, device: torch.device, profile: Callable[[], None]) -> tuple[int, str]:

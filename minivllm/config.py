@@ -88,6 +88,11 @@ class EngineConfig:
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, Real) or not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization!r}")
+        for field in fields(self):  # numpy's integers overflow, and are no JSON
+            value = getattr(self, field.name)
+            if is_int(value):
+                object.__setattr__(self, field.name, int(value))
+        object.__setattr__(self, "gpu_memory_utilization", float(utilization))
         self._check_together()
 
     def _check_together(self) -> None:

@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from threading import Lock
+from threading import Lock, RLock
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from minivllm.clock import Clock, WallClock
-from minivllm.config import EngineConfig
+from minivllm.config import EngineConfig, check_int
 from minivllm.prompts import Prompt, check_prompt, parse_prompt
-from minivllm.request import Request, RequestOutput, SamplingParams
+from minivllm.request import Request, RequestOutput, SamplingParams, check_number
 from minivllm.sampler import derive_seed
 from minivllm.scheduler import RunnerOutput, Scheduler, SchedulerOutput
-from minivllm.submission import OutputKind, Submission
+from minivllm.submission import OUTPUT_KINDS, OutputKind, Submission
 from minivllm.tokenizer import encode
 from minivllm.trace import Recorder, Trace
 
@@ -83,7 +83,8 @@ class LLMEngine:
         self._names: set[str] = set()  # of all answers of what is in _submissions
         self._lock = Lock()  # for the three of them
         self._inbox: deque[Callable[[], None]] = deque()
-        self._ended: list[Request] = []  # aborted, and not reported yet
+        self._stepping = RLock()  # one step at a time, and no recording begins or ends in it
+        self._touched: list[Request] = []  # got a token or ended, and not reported yet
         self._unseeded = count()
         self._recorder: Recorder | None = None
         self._held_back: dict[str, RequestOutput] = {}
@@ -98,24 +99,24 @@ class LLMEngine:
             What has come of the requests that got a token or ended: all their tokens so far (only in their last
             step, for those added with output_kind "final_only").
         """
-        self._take_in()
-        start = self.clock.now()
-        plan = self.scheduler.schedule(start)
-        if self._recorder is not None:
-            self._recorder.before_pass()
-        try:
-            result = self.runner.execute(plan)
-        except BaseException:
-            self.scheduler.cancel(plan)
-            raise
-        self.clock.advance(result.elapsed_s)
-        self._take_in()  # who was aborted meanwhile gets no token any more
-        end = self.clock.now()
-        touched, self._ended = self._ended + self.scheduler.update(plan, result, end), []
-        if self._recorder is not None:
-            self._recorder.record(plan, touched, start, end)
-        held_back, self._held_back = self._held_back, {}
-        return list((held_back | {output.request_id: output for output in self._outputs(touched)}).values())
+        with self._stepping:
+            self._take_in()
+            start, plan = self.clock.now(), SchedulerOutput(self.scheduler.step)
+            try:
+                plan = self.scheduler.schedule(start)
+                if self._recorder is not None:
+                    self._recorder.before_pass()
+                result = self.runner.execute(plan)
+                self.clock.advance(result.elapsed_s)
+                self._take_in()  # who was aborted meanwhile gets no token any more
+                end = self.clock.now()
+                self._touched += self.scheduler.update(plan, result, end)
+            except BaseException:
+                self.scheduler.cancel(plan)
+                raise
+            if self._recorder is not None:
+                self._recorder.record(plan, self._touched, start, end)
+            return self._outputs()
 
     def add_request(
         self,
@@ -161,6 +162,10 @@ class LLMEngine:
         """Whether a step would have anything to do or to report."""
         return bool(self._submissions or self._held_back)
 
+    def is_unfinished(self, request_id: str) -> bool:
+        """Whether there is a request of this name that has not ended, or whose end has not been reported."""
+        return request_id in self._submissions
+
     def hold_back(self, outputs: list[RequestOutput]) -> None:
         """Keeps outputs for the next step, the latest of each request: they came out while somebody else drove the
         engine."""
@@ -172,14 +177,18 @@ class LLMEngine:
         Raises:
             ValueError: it is recording already.
         """
-        if self._recorder is not None:
-            raise ValueError("the engine is recording already: end the other llm.trace(), or stop_recording(), first")
-        self._recorder = Recorder(self.config, self.scheduler, self.clock.now())
-        return self._recorder.trace
+        with self._stepping:
+            if self._recorder is not None:
+                raise ValueError(
+                    "the engine is recording already: end the other llm.trace(), or stop_recording(), first"
+                )
+            self._recorder = Recorder(self.config, self.scheduler, self.clock.now())
+            return self._recorder.trace
 
     def stop_recording(self) -> None:
         """Ends the recording, if there is one."""
-        self._recorder = None
+        with self._stepping:
+            self._recorder = None
 
     def prepare(
         self,
@@ -201,6 +210,9 @@ class LLMEngine:
                 raise ValueError("this engine has no tokenizer: give the prompt as token ids")
             token_ids = encode(self.tokenizer, text or "")
         priority = own_priority if priority is None else priority
+        check_int("priority", priority, minimum=-(2**63), maximum=2**63 - 1)
+        if output_kind not in OUTPUT_KINDS:
+            raise ValueError(f"output_kind must be one of {', '.join(OUTPUT_KINDS)}, got {output_kind!r}")
         if priority and self.config.scheduling_policy != "priority":
             raise ValueError(
                 f"the request has priority {priority} and scheduling_policy is {self.config.scheduling_policy!r}, "
@@ -219,7 +231,7 @@ class LLMEngine:
             params=params,
             max_num_tokens=longest,
             stop_token_ids=frozenset() if params.ignore_eos else self.limits.eos_token_ids,
-            priority=priority,
+            priority=int(priority),
             num_samples=params.n,
         )
         return Submission(text, request, output_kind)
@@ -227,7 +239,9 @@ class LLMEngine:
     def submit(self, submission: Submission, arrival_time: float | None = None) -> None:
         """Hands in what `prepare` has checked; the second half of `add_request`, which raises what this raises."""
         request = submission.request
-        request.arrival_time = self.clock.now() if arrival_time is None else arrival_time
+        if arrival_time is not None:
+            check_number("arrival_time", arrival_time)
+        request.arrival_time = self.clock.now() if arrival_time is None else float(arrival_time)
         names = submission.names
         with self._lock:
             # A member of a static batch keeps its row, and so its name, until the whole batch has ended.
@@ -255,22 +269,26 @@ class LLMEngine:
     def _abort(self, submission: Submission) -> None:
         now = self.clock.now()
         aborted = [self.scheduler.abort(answer.request_id, now) for answer in submission.answers.values()]
-        self._ended += [answer for answer in aborted if answer is not None]
+        self._touched += [answer for answer in aborted if answer is not None]
 
-    def _outputs(self, touched: list[Request]) -> list[RequestOutput]:
-        """The outputs of requests that got a token or ended, each once."""
+    def _outputs(self) -> list[RequestOutput]:
+        """The outputs of requests that got a token or ended, each once; nothing is forgotten before all are made."""
         changed: dict[str, Submission] = {}
-        for request in touched:
+        for request in self._touched:
             name = request.parent_id or request.request_id
             submission = changed[name] = self._submissions[name]
             submission.answers[request.index] = request
-        outputs = []
-        for name, submission in changed.items():
+        told = [s for s in changed.values() if s.finished or not (s.output_kind == "final_only" or s.aborted)]
+        outputs = [(submission, submission.output(self.tokenizer)) for submission in told]
+        returned, self._held_back = self._held_back, {}
+        self._touched = []
+        for submission, output in outputs:
             if submission.finished:
                 with self._lock:
-                    del self._submissions[name]
+                    del self._submissions[output.request_id]
                     self._names -= submission.names
-            elif submission.output_kind == "final_only" or submission.aborted:
-                continue
-            outputs.append(submission.output(self.tokenizer))
-        return outputs
+            if submission.deliver is None:
+                returned[output.request_id] = output
+            else:
+                submission.deliver(output)
+        return list(returned.values())

@@ -186,8 +186,7 @@ class LLM:
             self.tokenizer,
         )
         self._request_numbers, self._lock = count(), threading.Lock()
-        self._wanted: set[str] = set()  # requests of calls that are going on
-        self._finished: dict[str, RequestOutput] = {}  # those of them that have ended
+        self._finished: dict[str, RequestOutput] = {}  # of calls that are going on
 
     def _run(
         self,
@@ -197,12 +196,11 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _one_per_prompt(SamplingParams() if sampling_params is None else sampling_params, len(prompts))
         submissions = self._prepare(prompts, params)
-        names = [submission.request.request_id for submission in submissions]
-        with self._lock:
-            self._wanted.update(names)
+        names: list[str] = []  # of what was handed in
         try:
             for submission in submissions:
                 self.engine.submit(submission)
+                names.append(submission.request.request_id)
             with tqdm(total=len(names), desc="Requests", unit="req", disable=not use_tqdm) as bar:
                 done = 0
                 while done < len(names):
@@ -213,40 +211,45 @@ class LLM:
             return [self._finished[name] for name in names]
         except BaseException:
             self.engine.abort_request(names)
-            self._step(names)
+            with contextlib.suppress(Exception):  # what went wrong first is what counts
+                self._step(names)
             raise
         finally:
-            with self._lock:
-                self._wanted.difference_update(names)
-                for name in names:
-                    self._finished.pop(name, None)
+            for submission in submissions:
+                submission.deliver = _nobody
+                self._finished.pop(submission.request.request_id, None)
 
     def _step(self, names: Sequence[str]) -> None:
-        """One step, which may finish other threads' requests too: each finds its own by name."""
+        """One step, which may finish other threads' requests too. What others handed to the engine is kept for them."""
         with self._lock:
-            if all(name in self._finished for name in names):  # another thread has done it meanwhile
+            waiting = [name for name in names if name not in self._finished]
+            if not waiting:  # another thread has done it meanwhile
                 return
-            others = []
-            for output in self.engine.step():
-                if output.request_id not in self._wanted:
-                    others.append(output)
-                elif output.finished:
-                    self._finished[output.request_id] = output
-                    for answer in output.outputs:
-                        if answer.finish_reason == "error":
-                            logger.warning("request %s failed: %s", output.request_id, answer.stop_reason)
-            self.engine.hold_back(others)
+            assert all(map(self.engine.is_unfinished, waiting)), f"the engine has lost some of {waiting}"
+            self.engine.hold_back(self.engine.step())
+
+    def _deliver(self, output: RequestOutput) -> None:
+        """Takes a finished output; the call that waits for it finds it by name."""
+        self._finished[output.request_id] = output
+        for answer in output.outputs:
+            if answer.finish_reason == "error":
+                logger.warning("request %s failed: %s", output.request_id, answer.stop_reason)
 
     def _prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Submission]:
-        """Checks all prompts; the names of requests tell them apart from those that others hand to the engine."""
+        """Checks all prompts, and gives them names that nobody uses."""
+        free = (name for name in map("#{}".format, self._request_numbers) if not self.engine.is_unfinished(name))
         submissions = []
         for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            name = f"#{next(self._request_numbers)}"
             try:
-                submissions.append(self.engine.prepare(name, prompt, p, output_kind="final_only"))
+                submissions.append(self.engine.prepare(next(free), prompt, p, output_kind="final_only"))
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from None
+            submissions[-1].deliver = self._deliver
         return submissions
+
+
+def _nobody(output: RequestOutput) -> None:
+    """Takes the outputs of a call that was given up."""
 
 
 def make_manager(config: EngineConfig, size: KVCacheSize, max_model_len: int) -> KVCacheManager:

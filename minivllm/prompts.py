@@ -70,12 +70,12 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
             )
         [prompt] = rest.values()
     if isinstance(prompt, str):
-        return ParsedPrompt(prompt, None, priority)
+        return ParsedPrompt(prompt, None, int(priority))
     if isinstance(prompt, (list, tuple)):
         for position, token_id in enumerate(prompt):
             if not is_int(token_id):
                 raise ValueError(f"token ids must be integers, got {token_id!r} at position {position}")
-        return ParsedPrompt(None, [int(token_id) for token_id in prompt], priority)
+        return ParsedPrompt(None, [int(token_id) for token_id in prompt], int(priority))
     raise ValueError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
 
 

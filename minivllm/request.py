@@ -68,6 +68,11 @@ class SamplingParams:
             check_int("max_tokens", self.max_tokens, minimum=1)
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        for name in ("n", "top_k", "seed", "max_tokens"):  # numpy's integers overflow
+            value = getattr(self, name)
+            object.__setattr__(self, name, value if value is None else int(value))
+        for name in ("temperature", "top_p", "min_p"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         if self.n > 1 and self.greedy:
             raise ValueError(f"n is {self.n} and the temperature {self.temperature}: greedy answers are all the same")
 

@@ -1,5 +1,6 @@
 """A prompt on its way through the engine: the requests that its answers are, and what comes out for the user."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -8,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from minivllm.request import CompletionOutput, Request, RequestMetrics, RequestOutput, branch_id
 
 OutputKind = Literal["cumulative", "final_only"]
+OUTPUT_KINDS = ("cumulative", "final_only")
 
 
 @dataclass(eq=False)
@@ -20,6 +22,7 @@ class Submission:
         output_kind: "cumulative" puts out all tokens so far in every step, "final_only" the finished answer.
         answers: index to answer.
         aborted: whether somebody has asked for its end.
+        deliver: called with each output; None lets the step return them, to whoever makes it.
     """
 
     prompt: str | None
@@ -27,6 +30,7 @@ class Submission:
     output_kind: OutputKind
     answers: dict[int, Request] = field(default_factory=dict)
     aborted: bool = False
+    deliver: Callable[[RequestOutput], None] | None = None
 
     def __post_init__(self) -> None:
         self.answers[0] = self.request
@@ -49,7 +53,7 @@ class Submission:
         return RequestOutput(
             request_id=request.request_id,
             prompt=self.prompt,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=list(request.prompt_token_ids),
             outputs=[_completion(answer, tokenizer) for answer in answers],
             finished=self.finished,
             num_cached_tokens=request.num_cached_tokens,

@@ -11,6 +11,12 @@ from tests.conftest import CPU
 CUDA = torch.device("cuda", 0)
 
 
+@pytest.fixture(autouse=True)
+def memory(monkeypatch):
+    """A device of 10 TB."""
+    monkeypatch.setattr("minivllm.cache_size.total_memory", lambda device: 10**13)
+
+
 def never():
     raise AssertionError("nothing is profiled when the size is given")
 
@@ -34,6 +40,35 @@ def test_one_gib_on_a_cpu():
 def test_memory_for_less_than_a_block_is_refused():
     with pytest.raises(ValueError, match=r"a block of 16 tokens takes 1600 bytes .* there are 1599"):
         choose_cache_size(EngineConfig(kv_cache_memory_bytes=1599), 100, CPU, never)
+
+
+def test_more_than_the_device_has_is_refused():
+    for fields in ({"num_kv_blocks": 10**10}, {"kv_cache_memory_bytes": 16 * 10**12}):
+        with pytest.raises(ValueError, match=f"would take {16 * 10**12} bytes and the cpu has {10**13}"):
+            choose_cache_size(EngineConfig(**fields), 100, CPU, never)
+
+
+def test_the_memory_of_this_machine_is_known(monkeypatch):
+    monkeypatch.undo()
+    from minivllm.cache_size import total_memory
+
+    assert 10**9 < total_memory(CPU) < 10**14
+
+
+def test_a_negative_rest_is_nothing(monkeypatch):
+    card = PretendedCard(monkeypatch, others=9.5)
+    with pytest.raises(ValueError, match="there are 0"):
+        choose_cache_size(EngineConfig(gpu_memory_utilization=0.5), GIB // 256, CUDA, card.profile)
+
+
+def test_the_profile_sorts_the_vocabulary_as_top_p_does(tiny_llama, monkeypatch):
+    from minivllm import sampler
+
+    seen = []
+    original = sampler.keep_likeliest
+    monkeypatch.setattr(sampler, "keep_likeliest", lambda scores, *a: seen.append(len(scores)) or original(scores, *a))
+    profile_pass(tiny_llama[1], EngineConfig(max_num_seqs=7, max_num_batched_tokens=70))
+    assert seen == [7, 1]
 
 
 class PretendedCard:

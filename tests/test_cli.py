@@ -1,7 +1,13 @@
 """The command line: it answers, it fetches, and a mistake is one sentence."""
 
+import io
+import sys
+from types import SimpleNamespace
+
 import pytest
 
+import minivllm
+from minivllm import SamplingParams
 from minivllm.cli import main
 from tests.test_llm import tiny_folder  # noqa: F401
 
@@ -33,11 +39,10 @@ def test_chat_needs_a_template(tiny_folder, capsys):  # noqa: F811
     assert "no chat template" in capsys.readouterr().err
 
 
-def test_every_option_of_an_engine_arrives_in_it(tiny_folder, capsys, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_every_option_of_an_engine_arrives_in_it(command, tiny_folder, capsys, monkeypatch):  # noqa: F811
     """One value per field of EngineConfig, none of them the default; contradictions apart."""
     from dataclasses import fields
-
-    import minivllm
 
     seen = []
     monkeypatch.setattr(minivllm, "LLM", lambda **values: seen.append(values) or stop())
@@ -66,12 +71,100 @@ def test_every_option_of_an_engine_arrives_in_it(tiny_folder, capsys, monkeypatc
     for name, value in values.items():
         flag = name.replace("_", "-")
         arguments += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
-    assert main(["generate", "w5", *arguments]) == 2
+    assert main([command, "w5", *arguments]) == 2
     assert seen == [values] and [type(v) for v in seen[0].values()] == [type(v) for v in values.values()]
 
 
 def stop():
     raise ValueError("far enough")
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    """Stands for the LLM: keeps what it is asked, and answers with `answer`, or raises `trouble`."""
+    seen = SimpleNamespace(calls=[], answer="an answer", trouble=None)
+
+    def ask(prompt, params, use_tqdm):
+        seen.calls.append((prompt, params))
+        if seen.trouble is not None:
+            raise seen.trouble
+        prompts = prompt if isinstance(prompt[0], str) else ["a chat"]
+        answers = [SimpleNamespace(text=seen.answer)] * params.n
+        return [SimpleNamespace(prompt=f"{text}: ", outputs=answers) for text in prompts]
+
+    monkeypatch.setattr(minivllm, "LLM", lambda **fields: SimpleNamespace(generate=ask, chat=ask))
+    return seen
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_every_sampling_option_arrives_in_the_params(command, spy):
+    options = ["--n", "3", "--temperature", "0.7", "--top-p", "0.9", "--top-k", "11", "--min-p", "0.05"]
+    assert main([command, "hello", *options, "--sampling-seed", "5", "--max-tokens", "9", "--ignore-eos"]) == 0
+    [(_, params)] = spy.calls
+    assert params == SamplingParams(
+        n=3, temperature=0.7, top_p=0.9, top_k=11, min_p=0.05, seed=5, max_tokens=9, ignore_eos=True
+    )
+
+
+def test_without_options_the_likeliest_64_tokens_are_asked_for(spy):
+    assert main(["generate", "hello"]) == 0
+    assert spy.calls == [(["hello"], SamplingParams(temperature=0, max_tokens=64))]
+
+
+def test_all_prompts_of_generate_run_together_and_all_answers_are_printed(spy, capsys):
+    assert main(["generate", "one", "two", "--n", "2", "--temperature", "1"]) == 0
+    assert [prompt for prompt, _ in spy.calls] == [["one", "two"]]
+    assert capsys.readouterr().out.splitlines() == ["one: an answer"] * 2 + ["two: an answer"] * 2
+
+
+def test_a_chat_is_the_message_after_the_instructions(spy, capsys):
+    assert main(["chat", "hello"]) == main(["chat", "hello", "--system", "Be brief."]) == 0
+    assert [messages for messages, _ in spy.calls] == [
+        [{"role": "user", "content": "hello"}],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}],
+    ]
+    assert capsys.readouterr().out == "an answer\nan answer\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_ctrl_c_is_one_sentence_and_exit_code_130(command, spy, capsys):
+    spy.trouble = KeyboardInterrupt()
+    assert main([command, "hello"]) == 130
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "minivllm: interrupted\n")
+
+
+class ClosedPipe(io.StringIO):
+    """A stdout whose reader has gone: it is noticed when a text is written, or when the buffer is flushed."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when = when
+
+    def write(self, text):
+        if self.when == "write":
+            raise BrokenPipeError
+        return super().write(text)
+
+    def flush(self):
+        if self.when == "flush":
+            raise BrokenPipeError
+
+
+@pytest.mark.parametrize("when", ["write", "flush"])
+def test_a_reader_who_has_seen_enough_is_no_mistake(when, spy, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", ClosedPipe(when))
+    assert main(["generate", "hello"]) == 0
+    assert sys.stdout is None and capsys.readouterr().err == ""  # the interpreter has nothing to flush at its end
+
+
+def test_what_a_terminal_cannot_show_does_not_lose_the_answer(spy, monkeypatch):
+    written = io.BytesIO()
+    stdout = io.TextIOWrapper(written, encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    spy.answer = "caf\u00e9 \U0001f600!"
+    assert main(["chat", "hello"]) == 0
+    assert written.getvalue().split(b"\n")[0].strip() == b"caf? ?!"
 
 
 def test_the_options_of_an_engine_work(tiny_folder, capsys):  # noqa: F811

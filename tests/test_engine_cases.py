@@ -1,13 +1,17 @@
 """Faults that public engines had, on a tiny model: each must not be ours."""
 
+import json
 import math
 import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
+from minivllm.submission import Submission
+from minivllm.trace import Recorder
 from tests.conftest import hf_generate
 from tests.lessons.test_naive import random_prompts
 from tests.test_identity import build_engine, run_staggered
@@ -287,7 +291,7 @@ def test_eight_threads_get_each_their_own_answers(llm, tiny_llama):
     for t, i in sample:
         assert found[t][i].outputs[0].token_ids == hf_generate(reference, prompts[t][i], 4)
     manager = shared.engine.scheduler.manager
-    assert manager.num_free_blocks == manager.num_blocks and not shared._finished and not shared._wanted
+    assert manager.num_free_blocks == manager.num_blocks and not shared._finished
 
 
 def test_requests_that_were_given_to_the_engine_survive_a_call_of_generate(llm):
@@ -318,7 +322,7 @@ def test_an_interrupted_call_leaves_nothing_behind(llm, monkeypatch, error):
         fresh.generate([[5, 6], [7]], greedy(6), use_tqdm=False)
     manager = fresh.engine.scheduler.manager
     assert manager.num_free_blocks == manager.num_blocks and not fresh.engine.has_unfinished_requests()
-    assert not fresh._finished and not fresh._wanted
+    assert not fresh._finished
     assert tokens(fresh.generate([[5, 6], [7]], greedy(6), use_tqdm=False)) == expected
 
 
@@ -333,3 +337,149 @@ def test_usage_counts_a_prompt_once_for_all_its_answers(llm):
     assert max(len(state.holders) for state in (trace.state(k) for k in range(len(trace)))) == 7
     with pytest.raises(ValueError, match="n is 5 and at most 4 requests run together"):
         llm.reconfigure(max_num_seqs=4).generate([[5]], SamplingParams(n=5), use_tqdm=False)
+
+
+def test_a_rows_account_ends_with_the_request(tiny_llama):
+    engine = build_engine(tiny_llama[1], 20)
+    run_staggered(engine, random_prompts([9, 3, 20]), [greedy(4), greedy(9), greedy(2)])
+    engine.step()
+    assert engine.runner._rows == {}
+
+
+def test_a_pass_takes_time(tiny_llama):
+    engine = build_engine(tiny_llama[1], 20)
+    run_staggered(engine, [[5, 6]], [greedy(3)])
+    assert engine.clock.now() > 0
+
+
+def test_answers_whose_common_logits_are_not_finite_all_end(tiny_llama):
+    engine = build_engine(tiny_llama[1], 20)
+    SpySampler(engine, one_nan, seed=2**64 - 2, index=0)
+    [output] = run_staggered(engine, [[5, 6]], [SamplingParams(n=3, seed=2**64 - 2, temperature=1.0, max_tokens=5)])
+    assert output.finished and {answer.finish_reason for answer in output.outputs} == {"error"}
+
+
+def test_seeds_of_answers_wrap_around(tiny_llama):
+    def params(n, seed):
+        return SamplingParams(n=n, seed=seed, temperature=1.5, max_tokens=9, ignore_eos=True)
+
+    [many] = run_staggered(build_engine(tiny_llama[1], 20), [[5, 6]], [params(3, 2**64 - 1)])
+    for index, seed in enumerate((2**64 - 1, 0, 1)):
+        [one] = run_staggered(build_engine(tiny_llama[1], 20), [[5, 6]], [params(1, seed)])
+        assert many.outputs[index].token_ids == one.outputs[0].token_ids
+
+
+def test_numbers_of_numpy_are_numbers(tiny_llama):
+    engine = build_engine(tiny_llama[1], 20, max_num_seqs=np.int64(4))
+    trace = engine.start_recording()
+    params = SamplingParams(temperature=np.float32(0.8), seed=np.int64(5), max_tokens=np.int8(100), ignore_eos=True)
+    [output] = run_staggered(engine, [random_prompts([20])[0]], [params])
+    assert len(output.outputs[0].token_ids) == 100
+    json.dumps([trace.header, trace.steps], allow_nan=False)
+    assert type(params.seed) is type(params.max_tokens) is int and type(params.temperature) is float
+
+
+@pytest.mark.parametrize("where", ["_append", "_finish", "record", "output", "schedule"])
+def test_a_step_that_breaks_off_anywhere_loses_nobody(llm, monkeypatch, where):
+    fresh = llm.reconfigure()
+    engine, broken = fresh.engine, []
+    expected = tokens(fresh.generate([[5, 6], [7]], greedy(6), use_tqdm=False))
+    target = {
+        "_append": engine.scheduler,
+        "_finish": engine.scheduler,
+        "schedule": engine.scheduler.manager,
+        "record": Recorder,
+        "output": Submission,
+    }[where]
+    name = "allocate_slots" if where == "schedule" else where
+    original, calls = getattr(target, name), []
+
+    def breaking(*arguments):
+        calls.append(name)
+        if len(calls) == 2 and not broken:
+            broken.append(True)
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(target, name, breaking)
+    engine.start_recording()
+    engine.add_request("mine", [9, 8], greedy(4))
+    with pytest.raises(KeyboardInterrupt):
+        fresh.generate([[5, 6], [7]], greedy(6), use_tqdm=False)
+    ended = {}
+    for _ in range(50):
+        ended.update({output.request_id: output for output in engine.step() if output.finished})
+        if not engine.has_unfinished_requests():
+            break
+    assert list(ended) == ["mine"] and len(ended["mine"].outputs[0].token_ids) == 4
+    assert tokens(fresh.generate([[5, 6], [7]], greedy(6), use_tqdm=False)) == expected
+    assert engine.scheduler.manager.num_free_blocks == engine.scheduler.manager.num_blocks and not fresh._finished
+
+
+def test_a_users_name_that_generate_would_take_is_left_to_the_user(llm):
+    fresh = llm.reconfigure()
+    fresh.engine.add_request("#0", [9, 9, 9], greedy(5))
+    [output] = fresh.generate([[5, 6, 7]], greedy(3), use_tqdm=False)
+    assert output.request_id == "#1" and len(output.outputs[0].token_ids) == 3
+    outputs = [o for _ in range(6) for o in fresh.engine.step() if o.finished]
+    assert [(o.request_id, len(o.outputs[0].token_ids)) for o in outputs] == [("#0", 5)]
+
+
+def test_two_failures_in_a_row_leave_nothing_behind(llm, monkeypatch):
+    fresh = llm.reconfigure()
+    execute, calls = fresh.engine.runner.execute, []
+
+    def failing(plan):
+        calls.append(plan)
+        if len(calls) in (3, 4):
+            raise MemoryError
+        return execute(plan)
+
+    monkeypatch.setattr(fresh.engine.runner, "execute", failing)
+    with pytest.raises(MemoryError):
+        fresh.generate([[5, 6, 7]], greedy(9), use_tqdm=False)
+    fresh.generate([[5, 6, 7]], greedy(9), use_tqdm=False)
+    assert not fresh.engine.has_unfinished_requests() and not fresh._finished
+
+
+def test_somebody_who_steps_by_hand_takes_nothing_from_a_call_of_generate(llm):
+    fresh = llm.reconfigure()
+    found, stop = [], threading.Event()
+
+    def step_by_hand():
+        while not stop.is_set():
+            found.extend(fresh.engine.step())
+
+    thread = threading.Thread(target=step_by_hand)
+    thread.start()
+    outputs = fresh.generate(random_prompts([5] * 20), greedy(5), use_tqdm=False)
+    stop.set()
+    thread.join()
+    assert len(outputs) == 20 and found == []
+
+
+def test_recordings_begin_and_end_while_others_generate(llm):
+    fresh = llm.reconfigure()
+    done = []
+
+    def work():
+        for _ in range(10):
+            done.extend(fresh.generate(random_prompts([4, 9]), greedy(3), use_tqdm=False))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        with fresh.trace():
+            pass
+    for thread in threads:
+        thread.join()
+    assert len(done) == 60
+
+
+def test_outputs_are_the_users_to_change(llm):
+    engine = llm.reconfigure().engine
+    engine.add_request("a", [5, 6], greedy(6))
+    engine.step()[0].prompt_token_ids.append(3)
+    outputs = [output for _ in range(5) for output in engine.step()]
+    assert outputs[-1].prompt_token_ids == [5, 6] and len(outputs[-1].outputs[0].token_ids) == 6

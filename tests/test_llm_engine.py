@@ -8,7 +8,7 @@ import pytest
 from minivllm.clock import VirtualClock
 from minivllm.config import EngineConfig
 from minivllm.engine import LLMEngine, ModelLimits
-from minivllm.kv_cache import PagedKVCache
+from minivllm.kv_cache import ContiguousKVCache, PagedKVCache
 from minivllm.request import SamplingParams
 from minivllm.sampler import derive_seed
 from minivllm.scheduler import ContinuousScheduler, StaticScheduler
@@ -686,3 +686,46 @@ def test_an_abort_of_what_is_no_name_and_no_list_is_refused():
     for name in (5, "", None):
         with pytest.raises(ValueError, match="request_id must be a non-empty string"):
             engine.add_request(name, [1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"priority": "high"}, "priority must be an integer, got 'high'"),
+        ({"priority": 1.5}, "priority must be an integer, got 1.5"),
+        ({"priority": True}, "priority must be an integer, got True"),
+        ({"priority": 2**63}, "priority must be at least .* and at most 9223372036854775807, got 9223372036854775808"),
+        ({"arrival_time": "x"}, "arrival_time must be a finite number, got 'x'"),
+        ({"arrival_time": float("nan")}, "arrival_time must be a finite number, got nan"),
+        ({"output_kind": "final"}, "output_kind must be one of cumulative, final_only, got 'final'"),
+        ({"output_kind": None}, "output_kind must be one of"),
+    ],
+)
+def test_what_comes_with_a_request_is_checked_at_the_door(arguments, message):
+    engine = make_engine(scheduling_policy="priority")
+    engine.add_request("b", prompt_of(0, 6), greedy(6))
+    with pytest.raises(ValueError, match=message):
+        engine.add_request("a", prompt_of(1, 6), greedy(6), **arguments)
+    assert list(run_to_end(engine)) == ["b"]
+
+
+def test_the_metrics_of_many_answers_are_those_of_the_first_token_and_of_all_preemptions():
+    engine = make_engine(num_blocks=7, block_size=4, max_num_seqs=4)
+    engine.add_request("A", prompt_of(0, 6), SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=12))
+    output = run_to_end(engine)["A"]
+    lost = engine.scheduler.step  # steps were needed for those that started again
+    assert output.metrics.num_preemptions > 0 and lost > 12
+    assert output.metrics.first_token_time == pytest.approx(0.0106)
+    assert [len(answer.token_ids) for answer in output.outputs] == [12] * 3
+
+
+def test_max_tokens_none_means_what_memory_can_reserve():
+    """Runs double: 16 blocks are the longest that fit into 20, although there are 80 slots."""
+    config = EngineConfig(kv_cache="contiguous", reservation="pow2", block_size=4)
+    manager = ContiguousKVCache(20, 4, 256, "pow2")
+    scheduler = ContinuousScheduler(config, manager)
+    engine = LLMEngine(config, scheduler, FakeRunner(manager), ModelLimits(VOCAB, 256), clock=VirtualClock())
+    engine.add_request("A", [5] * 3, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+    assert len(run_to_end(engine)["A"].outputs[0].token_ids) == 16 * 4 + 1 - 3
+    with pytest.raises(ValueError, match="the prompt has 65 tokens and the KV cache holds 80"):
+        engine.add_request("B", [5] * 65, SamplingParams(temperature=0, max_tokens=None))

@@ -206,3 +206,13 @@ def test_no_draw_can_fall_behind_the_last_token(monkeypatch):
     logits = torch.tensor([[0.0, 1.0, -torch.inf, -torch.inf]]).repeat(200, 1)
     logits += torch.rand(200, 1, generator=torch.Generator().manual_seed(0))
     assert set(sample(logits, [SamplingParams()] * 200)) == {1}
+
+
+def test_top_p_of_1_keeps_what_rounds_to_no_probability():
+    scores = torch.tensor([[100.0, 0.0, -100.0]])
+    assert torch.equal(keep_likeliest(scores, [3], [1.0]), scores)
+
+
+def test_a_draw_of_0_takes_no_token_without_probability(monkeypatch):
+    monkeypatch.setattr("minivllm.sampler.philox_uniform", lambda seeds, _: np.zeros(len(seeds)))
+    assert sample(torch.tensor([[-torch.inf, 0.0, 1.0]]), [SamplingParams()]) == [1]

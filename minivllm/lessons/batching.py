@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from minivllm.cache_size import KVCacheSize
 from minivllm.clock import VirtualClock
-from minivllm.config import EngineConfig
+from minivllm.config import EngineConfig, check_int
 from minivllm.engine import LLMEngine, ModelLimits
-from minivllm.kv_cache import PagedKVCache
-from minivllm.request import RequestOutput, SamplingParams
+from minivllm.llm import make_manager
+from minivllm.request import RequestOutput, SamplingParams, check_number
 from minivllm.scheduler import ContinuousScheduler, RunnerOutput, SchedulerOutput, StaticScheduler
 from minivllm.trace import Trace
 
@@ -34,6 +35,12 @@ class Arrival:
     max_tokens: int
     at_step: int = 0
     at_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_int("at_step", self.at_step, minimum=0)
+        check_number("at_s", self.at_s)
+        if self.at_s < 0 or (self.at_s and self.at_step):
+            raise ValueError(f"at_step is {self.at_step} and at_s {self.at_s}: give one of them, of at least 0")
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ def model_free_engine(
     keep_finished_rows: bool = True,
     **fields: Any,
 ) -> LLMEngine:
-    """An engine on a priced runner, a virtual clock and paged memory.
+    """An engine on a priced runner and a virtual clock.
 
     Args:
         num_kv_blocks: size of the pool.
@@ -126,7 +133,8 @@ def model_free_engine(
         **fields: of `EngineConfig`.
     """
     config = EngineConfig.from_fields(num_kv_blocks=num_kv_blocks, **fields)
-    manager = PagedKVCache(num_kv_blocks, config.block_size)
+    size = KVCacheSize(num_kv_blocks, config.block_size, 0, "num_kv_blocks")
+    manager = make_manager(config, size, config.max_model_len or size.num_slots)
     if config.batching == "static":
         scheduler: StaticScheduler | ContinuousScheduler = StaticScheduler(config, manager, keep_finished_rows)
     else:

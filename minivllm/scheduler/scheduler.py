@@ -40,7 +40,7 @@ class Scheduler(ABC):
         self._removed: list[str] = []  # what the runner may forget
         self._new: list[Request] = []  # what the runner has to get to know
         self._in_flight: list[Request] = []  # the rows of the plan that is being made or run
-        self._ended: list[Request] = []  # ended while a plan was made
+        self._ended: list[Request] = []  # got a token or ended, and no update has said so yet
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -120,7 +120,7 @@ class Scheduler(ABC):
         Returns:
             The requests that got a token or ended, each once.
         """
-        touched, self._ended = self._ended, []
+        touched = self._ended  # if this breaks off, the next update returns what was touched by then
         sampled, running = result.sampled, RequestStatus.RUNNING
         for request, count in zip(self._in_flight, plan.num_scheduled_tokens.values(), strict=True):
             if request.status is not running:  # ended meanwhile, or only carried along
@@ -138,7 +138,7 @@ class Scheduler(ABC):
                 touched += self._branch_off(request, tokens, now)
             touched.append(request)
             self._append(request, tokens[0], now)
-        self._in_flight = []
+        self._in_flight, self._ended = [], []
         self.step += 1
         return touched
 

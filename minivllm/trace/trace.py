@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from minivllm.config import check_int, is_int
 from minivllm.kv_cache import Fragmentation
 
 SCHEMA, VERSION = "minivllm.trace", 1
@@ -129,13 +130,20 @@ class Trace:
         """Takes a header and the steps there are.
 
         Raises:
-            ValueError: not a trace, or one of another version.
+            ValueError: not a trace, or one of another version, or with steps missing.
         """
         if header.get("schema") != SCHEMA or header.get("version") != VERSION:
             raise ValueError(
                 f"this is {header.get('schema')!r} version {header.get('version')!r}, and {SCHEMA!r} version {VERSION} "
                 "is what can be read: record it anew"
             )
+        for name in ("num_blocks", "block_size", "token_budget", "max_running"):
+            check_int(f"the header's {name}", header.get(name), minimum=1)
+        for place, step in enumerate(steps or []):
+            number, start, end = (step.get(name) for name in ("step", "start_s", "end_s"))
+            timed = isinstance(start, (int, float)) and isinstance(end, (int, float))
+            if not is_int(number) or number != place or not timed:
+                raise ValueError(f"step {place} says that it is step {number!r}, from {start!r} to {end!r}")
         self.header, self.steps = header, [] if steps is None else steps
         self._reached = (-1, TraceState())
 
@@ -184,6 +192,7 @@ class Trace:
         Raises:
             ValueError: there is no such step.
         """
+        check_int("the index of a step", k, minimum=-(2**63))
         if not -len(self) <= k < len(self):
             raise ValueError(f"there is no step {k}: the trace has {len(self)}, numbered from 0")
         k %= len(self)

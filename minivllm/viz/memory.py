@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from minivllm.kv_cache import Fragmentation, MemoryEvent
-from minivllm.viz.style import FAINT, INK, PALETTE, request_color, styled
+from minivllm.viz.style import FAINT, INK, PALETTE, as_text, request_color, styled
 
 PARTS = {
     "used": (PALETTE[0], ""),
@@ -53,7 +53,7 @@ def memory_map(events: Sequence[MemoryEvent], num_blocks: int, block_size: int, 
         if empty.any() and min(empty.shape) > 1:
             ax.contourf(empty, levels=[0.5, 1.5], colors="none", hatches=["////"])
         for index, name in enumerate(names):
-            ax.bar([0], [0], color=request_color(index), label=name)
+            ax.bar([0], [0], color=request_color(index), label=as_text(name))
         ax.grid(visible=False)
         ax.set(title=title, xlabel="step", ylabel=f"slot (blocks of {block_size})")
         ax.set(xlim=(-0.5, owner.shape[1] - 0.5), ylim=(owner.shape[0] - 0.5, -0.5))

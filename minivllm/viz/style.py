@@ -38,6 +38,12 @@ def styled() -> AbstractContextManager[None]:
     return plt.rc_context(RC)  # type: ignore[arg-type]
 
 
+def as_text(name: str) -> str:
+    """A request's name for matplotlib, which would read mathematics between dollars and hide what begins with "_"."""
+    text = name.encode("utf-8", "replace").decode().replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
 def request_color(index: int) -> str:
     """The colour of the `index`-th request of a notebook, in every figure of it."""
     return PALETTE[index % len(PALETTE)]

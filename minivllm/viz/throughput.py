@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from minivllm.trace import Phase, TokenGap, Trace, TraceSummary, request_times
 from minivllm.trace import token_gaps as gaps_of
-from minivllm.viz.style import INK, PALETTE, request_color, styled
+from minivllm.viz.style import INK, PALETTE, as_text, request_color, styled
 
 Unit = Literal["step", "second"]
 GapAxis = Literal["token", "step"]
@@ -241,9 +241,9 @@ def token_gaps(
                 color, style = request_color(index), ["-", "--", ":", "-."][index % 4]
                 places = [gap.step if x == "step" else number for number, gap in enumerate(found, start=2)]
                 ax.plot(places, [_size(gap, unit) for gap in found], style, color=color, marker="o", markersize=3,
-                        linewidth=1.2, label=name)  # fmt: skip
+                        linewidth=1.2, label=as_text(name))  # fmt: skip
             _mark_longest(ax, [gap for found in by_name.values() for gap in found], unit)
-            ax.set_ylabel(f"{policy}\n({unit})")
+            ax.set_ylabel(f"{as_text(policy)}\n({unit})")
             ax.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10], integer=True))
         stack[0, 0].set(title=title)
         stack[0, 0].set_ylim(

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from minivllm.trace import Phase, RequestTimes, Span, Trace, request_times
-from minivllm.viz.style import FAINT, INK, request_color, styled
+from minivllm.viz.style import FAINT, INK, as_text, request_color, styled
 
 TimeAxis = Literal["step", "seconds"]
 AXIS_LABELS: dict[TimeAxis, str] = {"step": "step", "seconds": "time since the start of the trace (s)"}
@@ -75,7 +75,7 @@ def _timelines(traces: Mapping[str, Trace], title: str, x: TimeAxis) -> Figure:
         axes: list[Axes] = list(stack[:, 0])
         for ax, name, trace, requests in zip(axes, traces, traces.values(), histories, strict=True):
             _draw_rows(ax, requests, x, small=height < 0.3)
-            ax.set_ylabel(name)
+            ax.set_ylabel(as_text(name))
             if len(traces) > 1:
                 _draw_end(ax, trace, x)
         axes[0].set_title(title, pad=6 if len(traces) == 1 else 18)
@@ -95,7 +95,7 @@ def _draw_rows(ax: Axes, requests: Sequence[RequestTimes], x: TimeAxis, small: b
     marker = 3.0 if small else 4.5
     for row, request in enumerate(requests):
         spans = [span for span in _merged(request.spans) if _extent(span, x)[1] > 0]
-        _draw_spans(ax, row, request.request_id, request_color(row), spans, x)
+        _draw_spans(ax, row, as_text(request.request_id), request_color(row), spans, x)
         if request.token_steps and request.first_token_s is not None:
             place = request.token_steps[0] + 1 if x == "step" else request.first_token_s
             ax.plot([place], [row], "o", color="white", markeredgecolor=INK, markersize=marker, label="_first token")
@@ -103,7 +103,7 @@ def _draw_rows(ax: Axes, requests: Sequence[RequestTimes], x: TimeAxis, small: b
             place = request.end_step + 1 if x == "step" else request.end_s
             mark = "x" if request.finish_reason in ("abort", "error") else "|"
             ax.plot([place], [row], mark, color=INK, markersize=2.4 * marker, markeredgewidth=1.8, label="_end")
-    names = [request.request_id for request in requests]
+    names = [as_text(request.request_id) for request in requests]
     ax.set_yticks(range(len(names)), names, fontsize=6.5 if small else 9)
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.grid(axis="y", visible=False)

@@ -194,3 +194,112 @@ def test_a_check_says_what_is_not_yet_right(capsys, answer, sentence):
 def test_the_check_of_batches_says_what_is_not_yet_right(capsys, answer, sentence):
     assert exercises.check_batches(answer) is False
     assert sentence in capsys.readouterr().out
+
+
+def plan_step(missing, prompts, budget, max_num_seqs):
+    """The right answer to `check_plan_step`; a running request leaves a token for each one behind it."""
+    given = []
+    for place, count in enumerate(missing, start=1):
+        given.append(min(count, budget - sum(given) - (len(missing) - place)))
+    for length in prompts:
+        if sum(given) < budget and len(given) < max_num_seqs:
+            given.append(min(length, budget - sum(given)))
+    return given
+
+
+def continuous_steps(output_lens, rows):
+    """The right answer to `check_continuous_steps`: the next request takes the row that is free first."""
+    ends = [0] * rows
+    for length in output_lens:
+        row = ends.index(min(ends))
+        ends[row] += length
+    return max(ends)
+
+
+def share_of_slots(prompt_lens, output_lens, max_model_len):
+    """The right answer to `check_slots`: the last token of an answer is never written."""
+    return sum(p + o - 1 for p, o in zip(prompt_lens, output_lens, strict=True)) / (max_model_len * len(prompt_lens))
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "cases"),
+    [
+        (exercises.check_plan_step, plan_step, 7),
+        (exercises.check_plan_step, lambda *arguments: tuple(plan_step(*arguments)), 7),
+        (exercises.check_continuous_steps, continuous_steps, 5),
+        (exercises.check_slots, share_of_slots, 3),
+    ],
+)
+def test_a_right_answer_is_right(capsys, check, answer, cases):
+    assert check(answer) is True
+    assert capsys.readouterr().out == f"right: all {cases} cases\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (
+            lambda missing, prompts, budget, rows: plan_step(missing, prompts, budget, 99),
+            "for running miss [1, 1, 1], prompts [5, 5] wait, budget 32, 4 rows you got [1, 1, 1, 5, 5], it is "
+            "[1, 1, 1, 5]",
+        ),
+        (
+            lambda missing, prompts, budget, rows: plan_step(missing, prompts, budget, rows - 1),
+            "for running miss [1, 1, 1], prompts [5, 5] wait, budget 32, 4 rows you got [1, 1, 1], it is [1, 1, 1, 5]",
+        ),
+        (
+            lambda missing, prompts, budget, rows: plan_step(missing, prompts, budget + 1, rows),
+            "for running miss [], prompts [40, 10] wait, budget 32, 4 rows you got [33], it is [32]",
+        ),
+        (
+            lambda missing, prompts, budget, rows: plan_step(missing, prompts, budget - 1, rows),
+            "you got [31], it is [32]",
+        ),
+        (
+            lambda missing, prompts, budget, rows: plan_step(missing, prompts, 10**6, rows),
+            "you got [40, 10], it is [32]",
+        ),
+        (
+            lambda missing, prompts, budget, rows: (
+                [min(count, budget) for count in missing]
+                + plan_step([], prompts, budget - sum(missing), rows - len(missing))
+            ),
+            "for running miss [1, 100, 1], prompts [9] wait, budget 32, 4 rows you got [1, 32, 1], it is [1, 30, 1]",
+        ),
+        (
+            lambda missing, prompts, budget, rows: plan_step(missing, [], budget, rows),
+            "you got [1, 1], it is [1, 1, 5]",
+        ),
+        (lambda *arguments: [*plan_step(*arguments)[:-1], plan_step(*arguments)[-1] + 1], "you got [1, 1, 6], it is"),
+        (lambda *arguments: 7, "you got 7, it is [1, 1, 5]"),
+    ],
+)
+def test_a_step_planned_wrongly_is_not_yet_right(capsys, answer, sentence):
+    assert exercises.check_plan_step(answer) is False
+    output = capsys.readouterr().out
+    assert output.startswith("not yet: ") and sentence in output
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (lambda lens, rows: continuous_steps(lens, rows) + 1, "answers of [5, 1, 1] tokens, 2 rows you got 6, it is 5"),
+        (lambda lens, rows: continuous_steps(lens, rows) - 1, "answers of [5, 1, 1] tokens, 2 rows you got 4, it is 5"),
+        (
+            lambda lens, rows: sum(max(lens[start : start + rows]) for start in range(0, len(lens), rows)),  # static
+            "for answers of [5, 1, 1] tokens, 2 rows you got 6, it is 5",
+        ),
+        (lambda lens, rows: max(lens), "for answers of [3, 3, 3, 3] tokens, 2 rows you got 3, it is 6"),
+        (lambda lens, rows: max(*lens, 0, -(-sum(lens) // rows)), "for answers of [2, 7, 1, 8, 2, 8] tokens, 2 rows"),
+    ],
+)
+def test_steps_counted_wrongly_are_not_yet_right(capsys, answer, sentence):
+    assert exercises.check_continuous_steps(answer) is False
+    output = capsys.readouterr().out
+    assert output.startswith("not yet: ") and sentence in output
+
+
+@pytest.mark.parametrize("factor", [0.8, 0.99, 1.001, 1.2, 100])
+def test_a_share_that_is_nearly_right_is_not_yet_right(capsys, factor):
+    assert exercises.check_slots(lambda *arguments: factor * share_of_slots(*arguments)) is False
+    assert f"you got {factor * (14 / 128)!r}, it is 0.109375" in capsys.readouterr().out

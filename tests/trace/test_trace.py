@@ -251,6 +251,84 @@ def test_recording_can_begin_in_the_middle(batching):
     assert len(trace) == length and engine.start_recording() is not trace
 
 
+def two_in_a_pool_of_four(num_steps):
+    """An engine that has made some steps: A and B hold all four blocks after the first; B is preempted in the third
+    and comes back in the seventh."""
+    engine = make_engine(num_blocks=4, block_size=4, max_model_len=16)
+    for name in "AB":
+        engine.add_request(name, [1] * 7, GREEDY)
+    for _ in range(num_steps):
+        engine.step()
+    return engine
+
+
+def test_who_is_preempted_in_the_first_recorded_step_is_seen_to_lose_its_memory():
+    engine = two_in_a_pool_of_four(2)
+    trace = engine.start_recording()
+    states = recorded(engine)
+    first, second = trace.steps[0], states[0].requests["B"]
+    assert (first["removed"], first["preempted"], first.get("released")) == (["B"], ["B"], None)
+    assert (second.status, second.block_ids, second.num_computed_tokens, second.num_preemptions) == (
+        "preempted",
+        [],
+        0,
+        1,
+    )
+    assert states[0].requests["A"].block_ids == [0, 1, 3] and states[0].holders == {0: ["A"], 1: ["A"], 3: ["A"]}
+    assert states[-1].requests["B"].num_preemptions == 1
+
+
+def test_who_ends_in_the_first_recorded_step_is_seen_to_release_its_memory():
+    engine = two_in_a_pool_of_four(5)
+    trace = engine.start_recording()
+    states = recorded(engine)
+    first, request = trace.steps[0], states[0].requests["A"]
+    assert (first["finished"], first["released"], first.get("removed")) == ({"A": "length"}, ["A"], None)
+    assert (request.status, request.ended_in_step, request.num_output_tokens, request.block_ids) == ("length", 0, 6, [])
+    assert states[0].running == [] and states[0].waiting == ["B"] and states[0].usage == 0
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_who_is_aborted_before_the_first_recorded_step_is_seen_to_go(before):
+    """Whether the abort was asked for before the recording began, or after."""
+    engine = two_in_a_pool_of_four(1)
+    if before:
+        engine.abort_request("B")
+    trace = engine.start_recording()
+    if not before:
+        engine.abort_request("B")
+    states = recorded(engine)
+    first, request = trace.steps[0], states[0].requests["B"]
+    assert (first["finished"], first["removed"], first.get("released")) == ({"B": "abort"}, ["B"], None)
+    assert (request.status, request.ended_in_step, request.block_ids, request.num_preemptions) == ("abort", 0, [], 0)
+    assert states[0].running == ["A"]
+
+
+def test_preemptions_before_the_recording_are_counted_and_not_told_again():
+    engine = two_in_a_pool_of_four(3)
+    trace = engine.start_recording()
+    states = recorded(engine)
+    assert [state.requests["B"].num_preemptions for state in states] == [1] * len(states)
+    assert states[0].requests["B"].status == "preempted" and states[-1].requests["B"].status == "length"
+    assert not any("preempted" in step or "removed" in step for step in trace.steps)
+
+
+def test_preemptions_before_and_after_the_recording_began_add_up():
+    engine = make_engine(num_blocks=6, block_size=4, max_model_len=24, scheduling_policy="priority")
+    for name in "AB":
+        engine.add_request(name, [1] * 3, SamplingParams(temperature=0, max_tokens=20), priority=1)
+    while not any(request.num_preemptions for request in engine.scheduler.waiting):
+        engine.step()
+    trace = engine.start_recording()
+    while engine.scheduler.requests["B"].status.value != "running":
+        engine.step()
+        compare(trace, engine)
+    engine.add_request("C", [1] * 4, SamplingParams(temperature=0, max_tokens=15), priority=0)
+    states = recorded(engine)
+    assert [name for step in trace.steps for name in step.get("preempted", ())] == ["B"]
+    assert (states[0].requests["B"].num_preemptions, states[-1].requests["B"].num_preemptions) == (1, 2)
+
+
 def test_a_name_that_comes_again_is_a_new_request_at_its_own_place():
     engine = make_engine(block_size=4)
     engine.start_recording()
@@ -276,6 +354,7 @@ def test_a_pass_that_broke_off_shows_as_a_preemption_in_the_next_step():
     compare(world.trace, world.engine)
     state = world.trace.state(-1)
     assert (len(world.trace), state.step) == (2, 1)
+    assert world.trace.steps[1]["removed"] == world.trace.steps[1]["preempted"] == ["R0"]
     assert state.requests["R0"].num_preemptions == 1 and state.scheduled == {"R0": 7}
 
 

@@ -181,6 +181,61 @@ def test_a_large_pool_is_summed_up_in_groups_and_stays_small():
     assert len(html) < 40_000
 
 
+def test_a_group_of_blocks_names_its_four_largest_holders_and_counts_the_blocks_of_the_others():
+    lengths = {"A": 2, "B": 2, "C": 4, "D": 3, "E": 4}
+    engine = make_engine(num_blocks=1024, block_size=8, max_num_seqs=8, max_num_batched_tokens=256)
+    trace = engine.start_recording()
+    for name, num_blocks in lengths.items():
+        engine.add_request(name, [1] * (8 * num_blocks), SamplingParams(temperature=0, max_tokens=4))
+    engine.step()
+    html = view(trace.state(0), trace.header)
+    first = "blocks 0 to 15: 15 of 16 held (C 4, E 4, D 3, A 2, others 2)"
+    assert [title for title in titles(html) if title.startswith("blocks ")][:2] == [
+        first,
+        "blocks 16 to 31: 0 of 16 held",
+    ]
+    cell = html[html.index(first) :].split("</div>")[0]
+    assert " ".join(re.findall(r"(#\w+ [\d.]+% [\d.]+%)", cell)).split() == [
+        *(request_color(2), "0%", "25%"),
+        *(request_color(4), "25%", "50%"),
+        *(request_color(3), "50%", "68.8%"),
+        *(request_color(0), "68.8%", "81.2%"),
+        *("#5A5A5A", "81.2%", "93.8%"),
+        *("#FFF", "93.8%", "100%"),
+    ]
+    assert "15/16" in cell
+
+
+def test_a_block_of_more_than_four_holders_names_all_and_draws_four():
+    trace = trace_of_one("A", n=6, temperature=1.0, seed=1)
+    html = view(trace.state(0), trace.header)
+    holders = ", ".join(["A 8 of 8 slots", *(f"A/{index} 8 of 8 slots" for index in range(1, 6))])
+    cell = html[html.index(f"block 0, shared by 6: {holders}") :].split("</div>")[0]
+    assert cell.count("linear-gradient") == 4 and "A +5" in cell
+
+
+def test_the_token_bars_of_all_requests_are_on_one_scale():
+    engine = make_engine(num_blocks=64, block_size=8)
+    trace = engine.start_recording()
+    for name, max_tokens in (("short", 10), ("long", 30)):
+        engine.add_request(name, [1] * 10, SamplingParams(temperature=0, max_tokens=max_tokens))
+    engine.step()
+    html = view(trace.state(0), trace.header)
+    bars = [part.split("</td>")[0] for part in html.split("10 of 11 tokens in the cache, at most ")[1:]]
+    # How wide the bar is (its most tokens, of the largest most), then how far it is filled: tokens so far, and cached.
+    assert [re.findall(r"width:([\d.]+%)", bar) for bar in bars] == [
+        ["50.0%", "55.0%", "50.0%"],
+        ["100.0%", "27.5%", "25.0%"],
+    ]
+    assert "10 / 11 / 20" in texts(html) and "10 / 11 / 40" in texts(html)
+
+
+def test_the_budget_bar_sums_up_whom_it_does_not_name():
+    trace = sample_trace([(8, 20, 0)] * 53, num_blocks=256, max_num_seqs=64, max_num_batched_tokens=512)
+    shown = [title for title in titles(view(trace.state(1), trace.header)) if title.endswith(", decode")]
+    assert len(shown) == 49 and shown[-2:] == ["R47: 1 token, decode", "5 others: 5 tokens, decode"]
+
+
 def test_many_requests_stay_small():
     trace = sample_trace([(8, 20, 0)] * 200, num_blocks=256, max_num_seqs=128, max_num_batched_tokens=512)
     html = view(trace.state(3), trace.header)
@@ -256,6 +311,8 @@ def test_some_steps_can_be_chosen(tmp_path):
     trace, path = sample_trace(), tmp_path / "trace.html"
     export_html(trace, path, steps=range(10, 40, 10))
     assert [frame[0] for frame in unpacked(path)["frames"]] == [10, 20, 30]
+    export_html(trace, path, steps=[3, 0])
+    assert [frame[0] for frame in unpacked(path)["frames"]] == [3, 0]  # in the order in which they were named
     with pytest.raises(ValueError, match="steps is empty"):
         export_html(trace, path, steps=range(0))
     with pytest.raises(ValueError, match="there is no step 76"):

@@ -231,6 +231,21 @@ def test_contiguous_branches_are_copied_and_runs_move():
     ]
 
 
+def test_a_branch_that_outgrows_its_run_later_moves_like_any_other():
+    engine = make_engine(num_blocks=32, block_size=4, kv_cache="contiguous", reservation="pow2")
+    trace = engine.start_recording()
+    engine.add_request("A", [1, 2, 3, 4, 5], SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=12))
+    run_to_end(engine)
+    copies = {k: [told for told in narrate(trace.state(k), trace.header) if "→" in told] for k in range(len(trace))}
+    assert {k: told for k, told in copies.items() if told} == {
+        1: ["A/1 branched off in the step before and gets a copy of what was computed: blocks 0 → 2, 1 → 3."],
+        4: [
+            "A outgrew its run and moves to a longer one: blocks 0 → 4, 1 → 5.",
+            "A/1 outgrew its run and moves to a longer one: blocks 2 → 0, 3 → 1.",
+        ],
+    }
+
+
 def test_branches_without_memory_wait():
     trace = branching_trace(kv_cache="contiguous")
     assert "A/1 and A/2 branch off from A and wait: there is no memory for them yet." in all_sentences(trace)
@@ -268,4 +283,13 @@ def test_long_lists_of_names_are_counted():
     assert listed(names[:1]) == "R0"
     assert listed(names[:2]) == "R0 and R1"
     assert listed(names[:7]) == "R0, R1, R2, R3, R4, R5 and R6"
+    assert listed(names[:8]) == "R0, R1, R2, R3, R4, R5 and 2 others"
     assert listed(names) == "R0, R1, R2, R3, R4, R5 and 4 others"
+    assert names == [f"R{index}" for index in range(10)]
+
+
+def test_a_sentence_counts_the_names_that_it_leaves_out():
+    trace = sample_trace([(4, 2, 0)] * 9, max_num_seqs=16, max_num_batched_tokens=64)
+    assert narrate(trace.state(0), trace.header)[-1] == (
+        "R0, R1, R2, R3, R4, R5 and 3 others put out their first token."
+    )

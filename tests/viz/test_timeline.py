@@ -80,6 +80,63 @@ def test_answers_and_aborts_are_drawn():
     assert "aborted or failed" in legend(figure) and "end" not in legend(figure)
 
 
+def test_who_failed_or_was_aborted_has_another_mark_than_who_ended():
+    engine = make_engine()
+    trace = engine.start_recording()
+    for name in ("ends", "fails", "leaves"):
+        engine.add_request(name, [1, 2, 3], SamplingParams(temperature=0, max_tokens=2))
+    engine.step()
+    engine.runner.fail["fails"] = "out of luck"
+    engine.abort_request("leaves")
+    engine.step()
+    figure = viz.request_timeline(trace, "T")
+    marks = [(line.get_ydata()[0], line.get_xdata()[0], line.get_marker()) for line in figure.axes[0].get_lines()]
+    assert [mark for mark in marks if mark[2] != "o"] == [(0, 2, "|"), (1, 2, "x"), (2, 2, "x")]
+    assert legend(figure)[-2:] == ["end", "aborted or failed"]
+
+
+ODD_NAMES = ("$x^{$", "_hidden", "<b>", "two\nlines")
+
+
+def odd_trace():
+    engine = make_engine()
+    trace = engine.start_recording()
+    for name in ODD_NAMES:
+        engine.add_request(name, [1, 2, 3], SamplingParams(temperature=0, max_tokens=3))
+    while engine.has_unfinished_requests():
+        engine.step()
+    return trace
+
+
+def told(figure, kind):
+    """The figure's text twin: one line per request, without backslashes (names may be escaped)."""
+    return [line.replace("\\", "") for line in twin(figure) if line.startswith(kind)]
+
+
+@pytest.mark.parametrize(
+    ("draw", "kind", "num_panels"),
+    [
+        (lambda trace: viz.request_timeline(trace, "T"), "bars", 1),
+        (lambda trace: viz.compare_traces({"one": trace, "two": trace}, "T"), "bars", 2),
+        (lambda trace: viz.token_gaps({"one": trace}, ODD_NAMES, "T"), "line", 1),
+    ],
+    ids=["request_timeline", "compare_traces", "token_gaps"],
+)
+def test_any_name_can_be_drawn_and_stands_in_the_twin(draw, kind, num_panels):
+    figure = draw(odd_trace())
+    figure.canvas.draw()  # no name is read as a formula
+    for name in ODD_NAMES:
+        shown = [line for line in told(figure, kind) if all(part in line for part in name.splitlines())]
+        assert len(shown) == num_panels, name
+
+
+def test_any_name_stands_in_the_legend_of_the_gaps():
+    names = legend(viz.token_gaps({"one": odd_trace()}, ODD_NAMES, "T"))
+    assert len(names) == len(ODD_NAMES)
+    for name, shown in zip(ODD_NAMES, names, strict=True):
+        assert all(part in shown.replace("\\", "") for part in name.splitlines())
+
+
 def test_two_policies_stand_below_each_other_on_one_axis(static, continuous):
     figure = viz.compare_traces({"static": static, "continuous": continuous}, "Title")
     lines = twin(figure)
@@ -141,6 +198,24 @@ def test_the_knee_is_the_smallest_batch_with_nine_tenths_of_the_best():
     assert "line 'KV cache in use' n=5: 25, 25, 25, 25, 25" in lines
 
 
+def test_batch_sizes_stand_in_their_order_however_they_are_given():
+    points = {8: viz.BatchPoint(80.0, 3.0, 1.5, 4.0, 0.5), 1: viz.BatchPoint(10.0, 9.0, 1.0, 1.0, 0.1)}
+    points[2] = viz.BatchPoint(19.0, 6.0, 1.2, 1.5, 0.2)
+    figure = viz.batch_size_curves(points, "T")
+    lines = twin(figure)
+    for expected in (
+        "line 'output tokens per step' n=3: 10, 19, 80",
+        "line 'mean TTFT (steps)' n=3: 9, 6, 3",
+        "line 'mean TPOT (steps)' n=3: 1, 1.2, 1.5",
+        "line 'rows in use' n=3: 100, 75, 50",
+        "line 'KV cache in use' n=3: 10, 20, 50",
+        "line 'knee: 8 (90 % of the best)' n=1: 80",
+    ):
+        assert expected in lines
+    assert all(list(ax.get_lines()[0].get_xdata()) == [1, 2, 8] for ax in figure.axes)
+    assert [tick.get_text() for tick in figure.axes[2].get_xticklabels()] == ["1", "2", "8"]
+
+
 def test_a_curve_of_one_point_is_refused():
     with pytest.raises(ValueError, match="at least two batch sizes, got 1"):
         viz.batch_size_curves({1: viz.BatchPoint(1, 1, 1, 1, 1)}, "T")
@@ -153,6 +228,9 @@ def test_a_batch_point_is_a_mean_over_the_requests(static):
     assert seconds.throughput == pytest.approx(16 / 0.1236)
     assert seconds.mean_ttft == pytest.approx((0.0114 + 0.0114 + 0.1021) / 3)
     assert steps.mean_running == seconds.mean_running == pytest.approx(16 / 12)
+    # Of 12 blocks: 3 in eight steps, 4 in two, 1 in two.
+    assert steps.mean_usage == seconds.mean_usage == pytest.approx((8 * 3 + 2 * 4 + 2 * 1) / 12 / 12, abs=1e-6)
+    assert summary.peak_usage == pytest.approx(4 / 12, abs=1e-6)
 
 
 def test_the_stall_of_a_long_prompt_is_seen_and_chunks_spread_it():
