@@ -81,8 +81,8 @@ class LLMEngine:
         self.tokenizer, self.clock = tokenizer, clock or WallClock()
         self._submissions: dict[str, Submission] = {}
         self._names: set[str] = set()  # of all answers of what is in _submissions
-        self._lock = Lock()  # for the three of them
         self._inbox: deque[Callable[[], None]] = deque()
+        self._lock = Lock()  # for these three
         self._stepping = RLock()  # one step at a time, and no recording begins or ends in it
         self._touched: list[Request] = []  # got a token or ended, and not reported yet
         self._unseeded = count()
@@ -283,12 +283,12 @@ class LLMEngine:
         returned, self._held_back = self._held_back, {}
         self._touched = []
         for submission, output in outputs:
-            if submission.finished:
-                with self._lock:
-                    del self._submissions[output.request_id]
-                    self._names -= submission.names
             if submission.deliver is None:
                 returned[output.request_id] = output
             else:
                 submission.deliver(output)
+            if submission.finished:  # only now: who waits for an output looks here whether it may still come
+                with self._lock:
+                    del self._submissions[output.request_id]
+                    self._names -= submission.names
         return list(returned.values())

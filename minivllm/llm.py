@@ -225,7 +225,8 @@ class LLM:
             waiting = [name for name in names if name not in self._finished]
             if not waiting:  # another thread has done it meanwhile
                 return
-            assert all(map(self.engine.is_unfinished, waiting)), f"the engine has lost some of {waiting}"
+            lost = [name for name in waiting if not self.engine.is_unfinished(name) and name not in self._finished]
+            assert not lost, f"the engine has lost {lost}"
             self.engine.hold_back(self.engine.step())
 
     def _deliver(self, output: RequestOutput) -> None:
