@@ -12,7 +12,7 @@ from minivllm.trace.spans import RequestTimes, request_times
 from minivllm.trace.trace import Trace, TraceState
 
 Event = dict[str, Any]
-ENGINE, REQUESTS = 1, 2
+ENGINE, REQUESTS = 1, 1_000_000  # Perfetto puts a thread with the number of its process first
 STEPS = 1
 
 

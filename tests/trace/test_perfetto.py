@@ -47,7 +47,10 @@ def test_every_request_has_a_named_track(trace):
     events = trace_events(trace)
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {(ENGINE, STEPS): "steps"} | {(REQUESTS, i + 1): f"R{i}" for i in range(7)}
-    assert {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"} == {1: "engine", 2: "requests"}
+    assert {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        ENGINE: "engine",
+        REQUESTS: "requests",
+    }
     assert set(tracks(events)) == set(names)
 
 
