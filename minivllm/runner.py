@@ -8,10 +8,9 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from minivllm.config import EngineConfig
-from minivllm.model.attention import AttentionMetadata, KVCache, PagedAttention
+from minivllm.model.attention import KVCache, PagedAttention, PassRow, pack_rows
 from minivllm.model.decoder import Decoder
 from minivllm.request import MAX_SEED, SamplingParams
 from minivllm.sampler import Sampler
@@ -138,7 +137,8 @@ class ModelRunner:
 
     def _run(self, scheduled: list[ScheduledRow]) -> list[int]:
         """One pass. Returns the drawn tokens of all rows behind each other; -1 where logits were not finite."""
-        metadata, input_ids, positions = self._tensors(scheduled)
+        rows = [PassRow(item.row.token_ids, item.start, item.end, item.row.block_ids) for item in scheduled]
+        metadata, input_ids, positions = pack_rows(rows, self.cache.block_size, self.model.device)
         attend = PagedAttention(self.cache, metadata, self.model.config.sliding_window)
         hidden = self.model(input_ids, positions, attend)
         draws = [
@@ -153,31 +153,6 @@ class ModelRunner:
             seeds=[(row.seed + branch) & MAX_SEED for _, row, branch in draws],
             output_indices=[len(row.token_ids) - row.num_prompt_tokens for _, row, _ in draws],
         ).tolist()
-
-    def _tensors(self, scheduled: list[ScheduledRow]) -> tuple[AttentionMetadata, Tensor, Tensor]:
-        size, longest = self.cache.block_size, max(len(item.row.block_ids) for item in scheduled)
-        input_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
-        for item in scheduled:
-            table = item.row.block_ids
-            input_ids += item.row.token_ids[item.start : item.end]
-            positions += range(item.start, item.end)
-            slots += [table[p // size] * size + p % size for p in range(item.start, item.end)]
-            starts.append(len(input_ids))
-        tables = [item.row.block_ids + [0] * (longest - len(item.row.block_ids)) for item in scheduled]
-
-        def tensor(values: list) -> Tensor:
-            return torch.tensor(values, device=self.model.device)
-
-        metadata = AttentionMetadata(
-            query_start_loc=tensor(starts),
-            seq_lens=tensor([item.end for item in scheduled]),
-            block_table=tensor(tables),
-            slot_mapping=tensor(slots),
-        )
-        return metadata, tensor(input_ids), tensor(positions)
 
 
 NOT_FINITE = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from minivllm.config import check_int
 from minivllm.kv_cache import KVCacheManager
 from minivllm.lessons.naive import Generation, PickTokens, Work, check_batch, greedy, num_bytes
-from minivllm.model.attention import AttentionMetadata, KVCache, PagedAttention
+from minivllm.model.attention import KVCache, PagedAttention, PassRow, pack_rows
 from minivllm.model.decoder import Decoder
 from minivllm.request import SamplingParams
 from minivllm.sampler import Sampler
@@ -83,7 +83,16 @@ class PagedSequences:
         copies = self.manager.take_copies()
         self.cache.copy_blocks(copies)
         self.work.bytes_copied += len(copies) * num_bytes(self.cache.keys[:, 0], self.cache.values[:, 0])
-        metadata, input_ids, positions = self._tensors(scheduled)
+        rows = [
+            PassRow(
+                sequence.token_ids,
+                sequence.num_computed_tokens,
+                sequence.num_computed_tokens + count,
+                self.manager.get_block_ids(sequence),
+            )
+            for sequence, count in scheduled
+        ]
+        metadata, input_ids, positions = pack_rows(rows, self.manager.block_size, self.model.device)
         attend = PagedAttention(self.cache, metadata, self.model.config.sliding_window)
         hidden = self.model(input_ids, positions, attend)
         for sequence, count in scheduled:
@@ -93,28 +102,6 @@ class PagedSequences:
         used = self.manager.fragmentation().used * self.work.bytes_reserved
         self.work.bytes_used = max(self.work.bytes_used, used // (self.manager.num_blocks * self.manager.block_size))
         return self.model.compute_logits(hidden[metadata.query_start_loc[1:] - 1])
-
-    def _tensors(self, scheduled: Sequence[tuple[TextSequence, int]]) -> tuple[AttentionMetadata, Tensor, Tensor]:
-        tables = [self.manager.get_block_ids(sequence) for sequence, _ in scheduled]
-        size, longest = self.manager.block_size, max(map(len, tables))
-        input_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
-        for (sequence, count), table in zip(scheduled, tables, strict=True):
-            new = range(sequence.num_computed_tokens, sequence.num_computed_tokens + count)
-            input_ids += sequence.token_ids[new.start : new.stop]
-            positions += new
-            slots += [table[position // size] * size + position % size for position in new]
-            starts.append(starts[-1] + count)
-        device = self.model.device
-        metadata = AttentionMetadata(
-            query_start_loc=torch.tensor(starts, device=device),
-            seq_lens=torch.tensor([s.num_computed_tokens + count for s, count in scheduled], device=device),
-            block_table=torch.tensor([table + [0] * (longest - len(table)) for table in tables], device=device),
-            slot_mapping=torch.tensor(slots, device=device),
-        )
-        return metadata, torch.tensor(input_ids, device=device), torch.tensor(positions, device=device)
 
 
 @torch.inference_mode()

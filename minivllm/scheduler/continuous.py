@@ -5,7 +5,7 @@ memory last. A long prompt is computed in chunks beside the others' tokens (Agra
 OSDI 2024). When memory runs out, the last one to come gives its own back and starts again later.
 """
 
-from minivllm.request import Request, RequestStatus
+from minivllm.request import Request
 from minivllm.scheduler.plan import Decision, SchedulerOutput
 from minivllm.scheduler.scheduler import Scheduler
 
@@ -62,12 +62,11 @@ class ContinuousScheduler(Scheduler):
             if obstacle is None and not self.manager.allocate_slots(request, count):
                 obstacle = self._lacks_memory(request, promised)
             if obstacle is not None:
+                if obstacle.cause == "memory" and not self.manager.can_ever_fit(request.num_tokens):
+                    self._outgrow(request, plan, now)
+                    continue
                 plan.decisions.append(obstacle)
-                if obstacle.kind == "wait":
-                    return
-                self._finish(request, RequestStatus.FINISHED_LENGTH_CAPPED, now)
-                self._ended.append(request)
-                continue
+                return
             self._admit(request, count, plan, now)
             plan.num_scheduled_tokens[request.request_id] = count
             self._in_flight.append(request)
@@ -94,8 +93,6 @@ class ContinuousScheduler(Scheduler):
         return None
 
     def _lacks_memory(self, request: Request, promised: int) -> Decision:
-        """There is too little memory for a waiting request: for now, or (it has grown too long) for ever."""
+        """There is too little memory for a waiting request, beside what running ones are promised."""
         needed, free = self.manager.num_missing_blocks(request), self.manager.num_free_blocks
-        if not self.manager.can_ever_fit(request.num_tokens):
-            return Decision("outgrow", request.request_id, "no_free_block", None, needed, free)
         return Decision("wait", request.request_id, "memory", None, needed, free - promised)

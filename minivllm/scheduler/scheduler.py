@@ -248,9 +248,7 @@ class Scheduler(ABC):
             needed = max(1, self.manager.num_missing_blocks(request))  # at least a block to copy a shared one to
             free = self.manager.num_free_blocks
             if victim is request and not self.manager.can_ever_fit(request.num_tokens):
-                plan.decisions.append(Decision("outgrow", request.request_id, "no_free_block", None, needed, free))
-                self._finish(request, RequestStatus.FINISHED_LENGTH_CAPPED, now)
-                self._ended.append(request)
+                self._outgrow(request, plan, now)
                 return False
             plan.decisions.append(
                 Decision("preempt", victim.request_id, "no_free_block", request.request_id, needed, free)
@@ -259,6 +257,14 @@ class Scheduler(ABC):
             if victim is request:
                 return False
         return True
+
+    def _outgrow(self, request: Request, plan: SchedulerOutput, now: float) -> None:
+        """Ends a request that no pool of this size can hold any more."""
+        needed = max(1, self.manager.num_missing_blocks(request))
+        decision = Decision("outgrow", request.request_id, "no_free_block", None, needed, self.manager.num_free_blocks)
+        plan.decisions.append(decision)
+        self._finish(request, RequestStatus.FINISHED_LENGTH_CAPPED, now)
+        self._ended.append(request)
 
     def _in_pieces(self, request: Request) -> bool:
         """Whether its tokens may be computed in pieces: with chunks off, only if it has grown beyond every step's

@@ -54,9 +54,7 @@ class StaticScheduler(Scheduler):
                 if self.manager.can_ever_fit(request.num_tokens):
                     plan.decisions.append(Decision("wait", name, "memory", None, needed, free))
                     return
-                plan.decisions.append(Decision("outgrow", name, "no_free_block", None, needed, free))
-                self._finish(request, RequestStatus.FINISHED_LENGTH_CAPPED, now)
-                self._ended.append(request)
+                self._outgrow(request, plan, now)
                 continue
             self._admit(request, request.num_tokens, plan, now)
             num_rows += request.num_samples

@@ -76,7 +76,8 @@ def _running(state: TraceState, header: dict[str, Any], colors: dict[str, str]) 
     """Title and chips of the batch, in the order of service, with its empty rows."""
     # Who ended with this step had a row in it, which nobody else could have.
     rows = [*state.running, *(name for name in state.finished if name in state.scheduled and name not in state.running)]
-    rows.sort(key=lambda name: list(state.scheduled).index(name) if name in state.scheduled else len(rows))
+    places = {name: place for place, name in enumerate(state.scheduled)}
+    rows.sort(key=lambda name: places.get(name, len(places)))
     chips = [html.chip(state.requests[name], colors[name], state) for name in rows[:MOST_CHIPS]]
     num_empty = max(0, min(header["max_running"] - len(rows), 8 - len(chips)))
     chips += [
