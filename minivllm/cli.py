@@ -122,7 +122,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     for field in fields(EngineConfig):
         flag, help_text = "--" + field.name.replace("_", "-"), ENGINE_OPTIONS[field.name]
         options: dict[str, Any] = {"default": field.default, "help": help_text}
-        if isinstance(field.default, bool):
+        if field.type in (bool, bool | None):
             options["action"] = argparse.BooleanOptionalAction
         elif field.name in CHOICES:
             options["choices"] = [choice for choice in CHOICES[field.name] if choice is not None]
@@ -147,6 +147,8 @@ ENGINE_OPTIONS = {
     "max_num_batched_tokens": "most tokens computed in one step",
     "enable_chunked_prefill": "compute long prompts in pieces",
     "long_prefill_token_threshold": "most tokens of one prompt per step (0: no limit)",
+    "enable_prefix_caching": "share the blocks of prompts that begin alike (default: with paged memory)",
+    "prefix_caching_hash_algo": "how blocks are told apart (builtin: a weak hash, and tokens compared)",
     "scheduling_policy": "who is served first",
     "kv_cache": "memory in blocks or in one piece per request",
     "reservation": "what contiguous memory reserves at admission",

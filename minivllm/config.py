@@ -34,6 +34,10 @@ class EngineConfig:
         max_num_batched_tokens: most tokens that are computed in one step.
         enable_chunked_prefill: whether a long prompt may be computed in pieces, beside other requests' tokens.
         long_prefill_token_threshold: most tokens of one prompt per step; 0 sets no limit.
+        enable_prefix_caching: whether a request takes over the blocks of earlier ones whose tokens begin alike. None
+            means yes for paged memory and no for contiguous, which can't.
+        prefix_caching_hash_algo: how blocks are told apart: "sha256", or "builtin": Python's own hash, under which
+            somebody may find two equal texts, so that tokens are compared too. Hashing is cheaper, and finding is not.
         scheduling_policy: "fcfs" (first come, first served) or "priority" (lower numbers first).
         kv_cache: "paged" or "contiguous".
         reservation: what contiguous memory reserves at admission: "max" (the longest text, the default), "pow2" or
@@ -60,6 +64,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
+    enable_prefix_caching: bool | None = None
+    prefix_caching_hash_algo: str = "sha256"
     scheduling_policy: str = "fcfs"
     kv_cache: str = "paged"
     reservation: str | None = None
@@ -85,6 +91,8 @@ class EngineConfig:
                 check_int(name, getattr(self, name), minimum=minimum)
         if not isinstance(self.enable_chunked_prefill, bool):
             raise ValueError(f"enable_chunked_prefill must be True or False, got {self.enable_chunked_prefill!r}")
+        if self.enable_prefix_caching is not None and not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching must be None, True or False, got {self.enable_prefix_caching!r}")
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, Real) or not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization!r}")
@@ -107,6 +115,11 @@ class EngineConfig:
                 f"reservation is {self.reservation!r}, and paged memory reserves nothing: leave it None, or set "
                 "kv_cache='contiguous'"
             )
+        if self.kv_cache == "contiguous" and self.enable_prefix_caching:
+            raise ValueError(
+                "enable_prefix_caching is True and kv_cache is 'contiguous': prefixes are shared block by block, which "
+                "only paged memory can; leave enable_prefix_caching None, or set kv_cache='paged'"
+            )
         if self.enable_chunked_prefill:
             return
         if self.long_prefill_token_threshold:
@@ -120,6 +133,11 @@ class EngineConfig:
                 "enable_chunked_prefill is False: a longer prompt would never run; raise max_num_batched_tokens, "
                 "lower max_model_len, or allow chunks"
             )
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """What enable_prefix_caching comes to."""
+        return self.kv_cache == "paged" and self.enable_prefix_caching is not False
 
     @classmethod
     def from_fields(cls, **values: Any) -> "EngineConfig":
@@ -138,6 +156,7 @@ class EngineConfig:
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "dtype": DTYPES,
+    "prefix_caching_hash_algo": ("sha256", "builtin"),
     "scheduling_policy": ("fcfs", "priority"),
     "kv_cache": ("paged", "contiguous"),
     "reservation": (None, "max", "pow2", "exact"),

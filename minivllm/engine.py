@@ -7,6 +7,7 @@ only queued, and the loop applies them between two steps, so that everything els
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minivllm.clock import Clock, WallClock
 from minivllm.config import EngineConfig, check_int
+from minivllm.kv_cache import PrefixCacheStats
 from minivllm.prompts import Prompt, check_prompt, parse_prompt
 from minivllm.request import Request, RequestOutput, SamplingParams, check_number
 from minivllm.sampler import derive_seed
@@ -188,7 +190,29 @@ class LLMEngine:
     def stop_recording(self) -> None:
         """Ends the recording, if there is one."""
         with self._stepping:
+            if self._recorder is not None:
+                self._recorder.close()
             self._recorder = None
+
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """How many tokens were looked for in the prefix cache since the start, and how many found, so far."""
+        return copy(self.scheduler.manager.prefix_cache_stats)
+
+    def reset_prefix_cache(self) -> None:
+        """Empties the prefix cache, between two steps; without effect where there is none.
+
+        Raises:
+            ValueError: blocks of it are in use.
+        """
+        with self._stepping:
+            manager = self.scheduler.manager
+            if manager.caches_prefixes and not manager.reset():
+                used = manager.num_blocks - manager.num_free_blocks
+                raise ValueError(
+                    f"the prefix cache can't be emptied: {used} of {manager.num_blocks} blocks are in use by "
+                    f"{len(self.scheduler.running)} running requests; step until they have ended, or abort them first"
+                )
 
     def prepare(
         self,
@@ -204,7 +228,7 @@ class LLMEngine:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        text, token_ids, own_priority = parse_prompt(prompt)
+        text, token_ids, own_priority, salt = parse_prompt(prompt)
         if token_ids is None:
             if self.tokenizer is None:
                 raise ValueError("this engine has no tokenizer: give the prompt as token ids")
@@ -232,6 +256,7 @@ class LLMEngine:
             max_num_tokens=longest,
             stop_token_ids=frozenset() if params.ignore_eos else self.limits.eos_token_ids,
             priority=int(priority),
+            cache_salt=salt,
             num_samples=params.n,
         )
         return Submission(text, request, output_kind)

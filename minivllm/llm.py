@@ -159,6 +159,14 @@ class LLM:
         finally:
             self.engine.stop_recording()
 
+    def reset_prefix_cache(self) -> None:
+        """Empties the prefix cache, so that the next prompts are computed in full.
+
+        Raises:
+            ValueError: requests are running.
+        """
+        self.engine.reset_prefix_cache()
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Memory that one token's keys and values take, over all layers."""
@@ -256,7 +264,8 @@ def _nobody(output: RequestOutput) -> None:
 def make_manager(config: EngineConfig, size: KVCacheSize, max_model_len: int) -> KVCacheManager:
     """The memory manager that a config asks for."""
     if config.kv_cache == "paged":
-        return PagedKVCache(size.num_blocks, size.block_size)
+        algorithm = config.prefix_caching_hash_algo if config.caches_prefixes else None
+        return PagedKVCache(size.num_blocks, size.block_size, algorithm)
     longest = min(max_model_len, size.num_slots)
     return ContiguousKVCache(size.num_blocks, size.block_size, longest, config.reservation or "max")  # type: ignore
 

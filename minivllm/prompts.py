@@ -6,10 +6,15 @@ from minivllm.config import check_int, is_int
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text, in a dict. `priority` counts under the priority policy; lower goes first."""
+    """A prompt as text, in a dict.
+
+    `priority` counts under the priority policy; lower goes first. Only prompts with the same `cache_salt` (or all
+    without one) find each other's blocks in the prefix cache: give each tenant one that the others can't know.
+    """
 
     prompt: str
     priority: NotRequired[int]
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
@@ -17,6 +22,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     priority: NotRequired[int]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
@@ -49,6 +55,7 @@ class ParsedPrompt(NamedTuple):
     text: str | None
     token_ids: list[int] | None
     priority: int = 0
+    cache_salt: str | None = None
 
 
 def parse_prompt(prompt: Any) -> ParsedPrompt:
@@ -57,25 +64,27 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     Raises:
         ValueError: the prompt has another form than `Prompt` allows.
     """
-    priority = 0
+    priority, salt = 0, None
     if isinstance(prompt, dict):
         rest = dict(prompt)
-        priority = rest.pop("priority", 0)
+        priority, salt = rest.pop("priority", 0), rest.pop("cache_salt", None)
         check_int("priority", priority, minimum=-(2**63), maximum=2**63 - 1)
+        if "cache_salt" in prompt and (not isinstance(salt, str) or not salt):
+            raise ValueError(f"cache_salt must be a non-empty string, got {salt!r}: leave it out to have none")
         kinds: dict[Any, Any] = {"prompt": str, "prompt_token_ids": (list, tuple)}
         if len(rest) != 1 or not all(isinstance(value, kinds.get(key, ())) for key, value in rest.items()):
             raise ValueError(
-                "a prompt dict is {'prompt': text} or {'prompt_token_ids': list of ids}, with a 'priority' if wanted; "
-                f"got { {key: type(value).__name__ for key, value in prompt.items()} }"
+                "a prompt dict is {'prompt': text} or {'prompt_token_ids': list of ids}, with a 'priority' and a "
+                f"'cache_salt' if wanted; got { {key: type(value).__name__ for key, value in prompt.items()} }"
             )
         [prompt] = rest.values()
     if isinstance(prompt, str):
-        return ParsedPrompt(prompt, None, int(priority))
+        return ParsedPrompt(prompt, None, int(priority), salt)
     if isinstance(prompt, (list, tuple)):
         for position, token_id in enumerate(prompt):
             if not is_int(token_id):
                 raise ValueError(f"token ids must be integers, got {token_id!r} at position {position}")
-        return ParsedPrompt(None, [int(token_id) for token_id in prompt], int(priority))
+        return ParsedPrompt(None, [int(token_id) for token_id in prompt], int(priority), salt)
     raise ValueError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
 
 

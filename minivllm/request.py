@@ -6,6 +6,7 @@ later stage has to ask whether a value makes sense.
 
 import contextlib
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Real
@@ -36,6 +37,7 @@ class SamplingParams:
         max_tokens: most tokens to generate; None means as many as the model's length and the memory allow. A
             request also ends ("length") when prompt and output together reach max_model_len.
         ignore_eos: go on after an end-of-sequence token.
+        skip_reading_prefix_cache: compute the whole prompt, whatever of it is in the prefix cache.
 
     Raises:
         ValueError: a field has the wrong type or is out of range; the message names field and value.
@@ -49,6 +51,7 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 16
     ignore_eos: bool = False
+    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         check_int("n", self.n, minimum=1)
@@ -66,8 +69,9 @@ class SamplingParams:
             check_int("seed", self.seed, minimum=0, maximum=MAX_SEED)
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, minimum=1)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "skip_reading_prefix_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("n", "top_k", "seed", "max_tokens"):  # numpy's integers overflow
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else int(value))
@@ -123,13 +127,15 @@ class Request:
         stop_token_ids: tokens that end it.
         arrival_time: when it came, in seconds on the engine's clock.
         priority: under the priority policy, lower goes first.
+        cache_salt: only requests with the same salt find each other's blocks in the prefix cache; None is one too.
         index: which answer of its prompt it is.
         num_samples: answers that its next logits row yields: n until they branch off, then 1.
         parent_id: the request that it branched off from.
         number: its place in the order of arrival.
         token_ids: prompt and output so far; `num_tokens` of them.
         num_computed_tokens: those of them whose keys and values are in the cache.
-        num_cached_tokens: prompt tokens that were found in the cache instead of computed.
+        block_keys: the keys of its full blocks in the prefix cache, as far as memory has computed them.
+        num_cached_tokens: prompt tokens that were found in the cache instead of computed, when it was first admitted.
         num_preemptions: how often it lost its memory and had to start again.
         stop_reason: for an error, what went wrong.
     """
@@ -142,6 +148,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     arrival_time: float = 0.0
     priority: int = 0
+    cache_salt: str | None = None
     index: int = 0
     num_samples: int = 1
     parent_id: str | None = None
@@ -150,6 +157,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     num_tokens: int = 0
     num_computed_tokens: int = 0
+    block_keys: list[Hashable] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
@@ -168,6 +176,11 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Whether it computes all its tokens, whatever of them could be found."""
+        return self.params.skip_reading_prefix_cache
+
+    @property
     def output_token_ids(self) -> list[int]:
         """The tokens after the prompt."""
         return self.token_ids[len(self.prompt_token_ids) :]
@@ -183,10 +196,12 @@ class Request:
             stop_token_ids=self.stop_token_ids,
             arrival_time=self.arrival_time,
             priority=self.priority,
+            cache_salt=self.cache_salt,
             index=index,
             parent_id=self.request_id,
             number=self.number,
             num_computed_tokens=self.num_prompt_tokens,
+            block_keys=list(self.block_keys),
             num_cached_tokens=self.num_cached_tokens,
             first_scheduled_time=self.first_scheduled_time,
         )

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from minivllm.config import EngineConfig
 from minivllm.model.attention import KVCache, PagedAttention, PassRow, pack_rows
@@ -118,7 +119,7 @@ class ModelRunner:
     def _run_or_split(self, scheduled: list[ScheduledRow], output: RunnerOutput) -> None:
         """Runs rows together, or one by one if that raises: running a row again writes the same keys and values."""
         try:
-            tokens = self._run(scheduled)
+            tokens_of_rows = self._run(scheduled)
         except Exception as error:
             if len(scheduled) == 1:
                 output.failed[scheduled[0].row.request_id] = f"{type(error).__name__}: {error}"
@@ -126,33 +127,46 @@ class ModelRunner:
             for item in scheduled:
                 self._run_or_split([item], output)
             return
-        for item in scheduled:
+        for item, drawn in zip(scheduled, tokens_of_rows, strict=True):
             item.row.num_computed_tokens = item.end
-            drawn, tokens = tokens[: item.num_samples], tokens[item.num_samples :]
             if min(drawn, default=0) < 0:
                 output.failed[item.row.request_id] = NOT_FINITE
             elif drawn and not item.rerun:
                 output.sampled[item.row.request_id] = drawn
                 item.row.token_ids.append(drawn[0])
 
-    def _run(self, scheduled: list[ScheduledRow]) -> list[int]:
-        """One pass. Returns the drawn tokens of all rows behind each other; -1 where logits were not finite."""
+    def _run(self, scheduled: list[ScheduledRow]) -> list[list[int]]:
+        """One pass. Returns the drawn tokens of every row; -1 where what they come from was not finite."""
         rows = [PassRow(item.row.token_ids, item.start, item.end, item.row.block_ids) for item in scheduled]
         metadata, input_ids, positions = pack_rows(rows, self.cache.block_size, self.model.device)
         attend = PagedAttention(self.cache, metadata, self.model.config.sliding_window)
         hidden = self.model(input_ids, positions, attend)
+        drawn: list[list[int]] = [[] for _ in scheduled]
+        if len(input_ids) > len(rows) or not all(item.num_samples for item in scheduled):
+            for index in _not_finite(hidden, metadata.query_start_loc):
+                drawn[index] = [-1]
         draws = [
             (index, item.row, branch) for index, item in enumerate(scheduled) for branch in range(item.num_samples)
         ]
         if not draws:
-            return []
+            return drawn
         last = metadata.query_start_loc[1:][[index for index, _, _ in draws]] - 1
-        return self.sampler(
+        tokens = self.sampler(
             self.model.compute_logits(hidden[last]),
             params=[row.params for _, row, _ in draws],
             seeds=[(row.seed + branch) & MAX_SEED for _, row, branch in draws],
             output_indices=[len(row.token_ids) - row.num_prompt_tokens for _, row, _ in draws],
         ).tolist()
+        for (index, _, _), token in zip(draws, tokens, strict=True):
+            drawn[index].append(token)
+        return drawn
+
+
+def _not_finite(hidden: Tensor, query_start_loc: Tensor) -> list[int]:
+    """The rows of a pass in which a token came out broken: its keys and values may be so too, and others may find them
+    where this row's logits show nothing (a chunk has none, and a sliding window may have passed it)."""
+    broken = torch.nn.functional.pad((~hidden.isfinite().all(-1)).cumsum(0), (1, 0))[query_start_loc]
+    return (broken[1:] > broken[:-1]).nonzero().flatten().tolist()
 
 
 NOT_FINITE = (

@@ -1,13 +1,16 @@
 """A runner without a model: it keeps its own account of every request, as a real one must, and checks each plan.
 
 Tokens are a pure function of the text so far, so that an output can be checked without knowing how it was
-scheduled. Slots hold token names, so that a wrong block table, a lost copy or a premature reuse is noticed.
+scheduled. Slots hold what their token and all before it are, as keys and values do, so that a wrong block table, a
+lost copy, a premature reuse or a block of another text is noticed.
 """
 
+from minivllm.cache_size import KVCacheSize
 from minivllm.clock import VirtualClock
 from minivllm.config import EngineConfig
 from minivllm.engine import LLMEngine, ModelLimits
-from minivllm.kv_cache import ContiguousKVCache, KVCacheManager, PagedKVCache
+from minivllm.kv_cache import KVCacheManager
+from minivllm.llm import make_manager
 from minivllm.request import SamplingParams
 from minivllm.scheduler import ContinuousScheduler, RunnerOutput, Scheduler, SchedulerOutput, StaticScheduler
 
@@ -34,10 +37,21 @@ class Row:
     def __init__(self, new):
         self.token_ids, self.block_ids = list(new.token_ids), list(new.block_ids)
         self.num_computed_tokens, self.seed = new.num_computed_tokens, new.seed
+        self.marks = []
+        for token in self.token_ids:
+            self.mark(token)
+
+    def append(self, token):
+        self.token_ids.append(token)
+        self.mark(token)
+
+    def mark(self, token):
+        """What the slot of a token holds: the text up to it."""
+        self.marks.append(hash((self.marks[-1] if self.marks else None, token)))
 
 
 class FakeRunner:
-    """Computes plans on slots that hold (position, token) pairs.
+    """Computes plans on slots that hold a mark of the text so far.
 
     A step takes `step_s` seconds and `token_s` more for each token.
     """
@@ -70,15 +84,15 @@ class FakeRunner:
             start = row.num_computed_tokens - rerun
             assert count > 0 and start + count <= len(row.token_ids), f"{name}: {start} + {count}"
             for position in range(start, start + count):
-                self.slots[self.slot(row, position)] = (position, row.token_ids[position])
+                self.slots[self.slot(row, position)] = row.marks[position]
             row.num_computed_tokens = start + count
             self.num_computed += count
             found = [self.slots[self.slot(row, position)] for position in range(start + count)]
-            assert found == list(enumerate(row.token_ids[: start + count])), f"{name} reads others' keys and values"
+            assert found == row.marks[: start + count], f"{name} reads others' keys and values"
             if row.num_computed_tokens == len(row.token_ids):
                 number = plan.num_samples.get(name, 1)
                 sampled[name] = [next_token(row.token_ids, row.seed + index) for index in range(number)]
-                row.token_ids.append(sampled[name][0])
+                row.append(sampled[name][0])
         return RunnerOutput(sampled, failed, self.step_s + self.token_s * plan.num_tokens)
 
     def slot(self, row, position):
@@ -89,12 +103,7 @@ class FakeRunner:
 def make_scheduler(num_blocks=64, max_model_len=256, keep_finished_rows=True, **fields) -> Scheduler:
     """A scheduler with its memory; the fields are those of EngineConfig."""
     config = EngineConfig(max_model_len=max_model_len, num_kv_blocks=num_blocks, **fields)
-    manager: KVCacheManager
-    if config.kv_cache == "paged":
-        manager = PagedKVCache(num_blocks, config.block_size)
-    else:
-        longest = min(max_model_len, num_blocks * config.block_size)
-        manager = ContiguousKVCache(num_blocks, config.block_size, longest, config.reservation or "max")
+    manager = make_manager(config, KVCacheSize(num_blocks, config.block_size, 0, ""), max_model_len)
     if config.batching == "static":
         return StaticScheduler(config, manager, keep_finished_rows)
     return ContinuousScheduler(config, manager)

@@ -61,6 +61,8 @@ def test_every_option_of_an_engine_arrives_in_it(command, tiny_folder, capsys, m
         "max_num_batched_tokens": 64,
         "enable_chunked_prefill": False,
         "long_prefill_token_threshold": 8,
+        "enable_prefix_caching": False,
+        "prefix_caching_hash_algo": "builtin",
         "scheduling_policy": "priority",
         "kv_cache": "contiguous",
         "reservation": "pow2",

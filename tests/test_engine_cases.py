@@ -96,12 +96,13 @@ def test_without_chunks_the_budget_must_hold_the_longest_text(llm):
 # --- preemption ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("caching", [False, True], ids=["alone", "with a prefix cache"])
 @pytest.mark.parametrize("params", [greedy(40), seeded(40)], ids=["greedy", "seeded"])
-def test_a_preemption_can_not_be_seen_in_the_output(tiny_llama, params):
+def test_a_preemption_can_not_be_seen_in_the_output(tiny_llama, params, caching):
     prompts = random_prompts([40] * 4)
-    outputs = {}
+    outputs, num_cached = {}, 0
     for num_blocks in (12, 1000):
-        engine = build_engine(tiny_llama[1], num_blocks)
+        engine = build_engine(tiny_llama[1], num_blocks, enable_prefix_caching=caching)
         trace = engine.start_recording()
         outputs[num_blocks] = run_staggered(engine, prompts, [params] * 4, per_step=8)
         resumed = [
@@ -112,9 +113,12 @@ def test_a_preemption_can_not_be_seen_in_the_output(tiny_llama, params):
         ]
         for number, name in resumed:  # prompt and output are computed again, and then it goes on where it was
             before, after = trace.state(number - 1).requests[name], trace.state(number).requests[name]
-            assert after.num_scheduled_tokens == after.num_computed_tokens == before.num_tokens
+            assert after.num_cached_tokens + after.num_scheduled_tokens == before.num_tokens
+            assert after.num_computed_tokens == before.num_tokens
+            num_cached += after.num_cached_tokens
             assert after.num_tokens == before.num_tokens + 1
         assert bool(resumed) == (num_blocks == 12)
+    assert (num_cached > 0) == caching  # blocks that nobody has overwritten meanwhile are not computed again
     assert sum(output.metrics.num_preemptions for output in outputs[12]) > 0
     assert tokens(outputs[12]) == tokens(outputs[1000])
     for output in outputs[12]:

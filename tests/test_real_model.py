@@ -1,5 +1,7 @@
 """The real model: every stage gives transformers' frozen tokens, and the weights are the right ones."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -71,6 +73,52 @@ def test_an_answer_stops_at_the_end_of_turn_token(real_llm):
     assert output.outputs[0].token_ids == case["token_ids"][:end]
     assert output.outputs[0].finish_reason == "stop"
     assert "<|im_end|>" not in output.outputs[0].text
+
+
+TURNS = (
+    "What is the capital of Italy? Answer in one sentence.",
+    "And what is the capital of France?",
+    "Which of the two cities is larger?",
+    "Thank you. Name one river that flows through Paris.",
+)
+
+
+def chat_of_turns(llm):
+    """A chat of several turns; returns each turn's output, and the logits of each of its tokens."""
+    messages, outputs, logits, sampler = [], [], [], llm.engine.runner.sampler
+
+    def watched(rows, **keywords):
+        logits[-1].append(rows[0].clone())
+        return sampler(rows, **keywords)
+
+    llm.engine.runner.sampler = watched
+    for text in TURNS:
+        messages.append({"role": "user", "content": text})
+        logits.append([])
+        [output] = llm.chat(messages, SamplingParams(temperature=0, max_tokens=NUM_TOKENS), use_tqdm=False)
+        outputs.append(output)
+        messages.append({"role": "assistant", "content": output.outputs[0].text})
+    return outputs, logits
+
+
+def test_a_chat_finds_its_earlier_turns_and_says_the_same(real_llm):
+    block_size = 16
+    plain, plain_logits = chat_of_turns(real_llm.reconfigure(enable_prefix_caching=False, block_size=block_size))
+    found, logits = chat_of_turns(real_llm.reconfigure(block_size=block_size))
+    for rows in plain_logits:
+        best, second = torch.stack(rows).topk(2).values.T
+        assert (best - second).min() >= 1e-3, "a near tie: take other questions"
+    assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in plain]
+    for rows, plain_rows in zip(logits, plain_logits, strict=True):
+        assert (rows[0] - plain_rows[0]).abs().max() <= 1e-4
+    assert [output.num_cached_tokens for output in plain] == [0] * len(TURNS)
+    assert found[0].num_cached_tokens == 0
+    for before, output in itertools.pairwise(found):
+        held = before.prompt_token_ids + before.outputs[0].token_ids[:-1]  # nobody has computed the last token
+        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(held, output.prompt_token_ids, strict=False))
+        common = len(list(pairs))
+        assert output.num_cached_tokens == common // block_size * block_size
+        assert common >= len(before.prompt_token_ids)
 
 
 def test_mean_nll_of_the_probe_sentence_is_right(real_llm):

@@ -143,12 +143,14 @@ def test_what_is_no_prompt_is_refused(prompts, message):
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        ("a", ("a", None, 0)),
-        ([1, np.int64(2)], (None, [1, 2], 0)),
-        ({"prompt": "a"}, ("a", None, 0)),
-        ({"prompt_token_ids": [3]}, (None, [3], 0)),
-        ({"prompt_token_ids": [3], "priority": -2}, (None, [3], -2)),
-        ([], (None, [], 0)),
+        ("a", ("a", None, 0, None)),
+        ([1, np.int64(2)], (None, [1, 2], 0, None)),
+        ({"prompt": "a"}, ("a", None, 0, None)),
+        ({"prompt": "a", "cache_salt": "s"}, ("a", None, 0, "s")),
+        ({"prompt_token_ids": [3]}, (None, [3], 0, None)),
+        ({"prompt_token_ids": [3], "priority": -2}, (None, [3], -2, None)),
+        ({"prompt_token_ids": [3], "priority": 1, "cache_salt": "\ud800"}, (None, [3], 1, "\ud800")),
+        ([], (None, [], 0, None)),
     ],
 )
 def test_a_prompt_is_text_or_tokens(prompt, expected):
@@ -169,6 +171,11 @@ def test_a_prompt_is_text_or_tokens(prompt, expected):
         ({"prompt": None}, r"got \{'prompt': 'NoneType'\}"),
         ({"prompt": [1, 2]}, r"got \{'prompt': 'list'\}"),
         ({"prompt_token_ids": "a"}, r"got \{'prompt_token_ids': 'str'\}"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt must be a non-empty string, got '': leave it out to have none"),
+        ({"prompt": "a", "cache_salt": None}, "cache_salt must be a non-empty string, got None"),
+        ({"prompt": "a", "cache_salt": 7}, "cache_salt must be a non-empty string, got 7"),
+        ({"prompt_token_ids": [1], "cache_salt": b"s"}, "cache_salt must be a non-empty string, got b's'"),
+        ({"cache_salt": "s"}, r"got \{'cache_salt': 'str'\}"),
     ],
 )
 def test_a_malformed_prompt_is_refused(prompt, message):

@@ -5,10 +5,13 @@ are freed, so the holes between them (external fragmentation) come about by them
 """
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from minivllm.kv_cache.manager import Fragmentation, KVCacheManager, KVRequest
+from minivllm.kv_cache.block_pool import KVCacheBlock
+from minivllm.kv_cache.manager import KVCacheManager, KVRequest
+from minivllm.kv_cache.records import Fragmentation
 
 Reservation = Literal["max", "pow2", "exact"]
 RESERVATIONS = ("max", "pow2", "exact")
@@ -94,7 +97,9 @@ class ContiguousKVCache(KVCacheManager):
     def can_ever_fit(self, num_tokens: int) -> bool:
         return self._reserved_blocks(num_tokens, num_tokens) <= self.num_blocks
 
-    def allocate_slots(self, request: KVRequest, num_new_tokens: int) -> bool:
+    def allocate_slots(
+        self, request: KVRequest, num_new_tokens: int, computed_blocks: Sequence[KVCacheBlock] = ()
+    ) -> bool:
         num_tokens = request.num_computed_tokens + num_new_tokens
         run = self._runs.get(request.request_id)
         self.check_call(request, num_new_tokens, run is not None)
@@ -141,7 +146,7 @@ class ContiguousKVCache(KVCacheManager):
             self.copies.drop(range(run.start, run.end))
             self.emit("free", request, 0)
 
-    def num_missing_blocks(self, request: KVRequest) -> int:
+    def num_missing_blocks(self, request: KVRequest, computed_blocks: Sequence[KVCacheBlock] = ()) -> int:
         """By how much its run would have to be longer; for one without a run, the whole run."""
         length = self._reserved_blocks(request.num_tokens, request.max_num_tokens - 1)
         return max(0, length - self._num_blocks_of(request.request_id))

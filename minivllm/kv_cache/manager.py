@@ -6,9 +6,12 @@ name and the numbers of `KVRequest`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from minivllm.kv_cache.block_hash import BlockKey
+from minivllm.kv_cache.block_pool import CacheEvent, KVCacheBlock
+from minivllm.kv_cache.records import Fragmentation, MemoryEvent, PrefixCacheStats, TableChange
 
 
 class KVRequest(Protocol):
@@ -19,6 +22,8 @@ class KVRequest(Protocol):
         num_tokens: its tokens so far, prompt and answer.
         num_computed_tokens: those of them whose keys and values are in the cache.
         max_num_tokens: most tokens it can come to, prompt and answer. The last of them needs no slot.
+
+    A memory that caches prefixes looks also at what a `HashedRequest` has.
     """
 
     @property
@@ -31,68 +36,18 @@ class KVRequest(Protocol):
     def max_num_tokens(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class Fragmentation:
-    """What every slot of the pool is used for; the five parts add up to all slots.
-
-    Attributes:
-        used: hold the keys and values of a token (shared ones count once).
-        to_come: reserved for tokens that a request may still come to.
-        internal: reserved, and never to be used, whatever the requests do.
-        external: free, but in runs too short for the next waiting request.
-        free: free otherwise.
-    """
-
-    used: int
-    to_come: int
-    internal: int
-    external: int
-    free: int
-
-    @property
-    def total(self) -> int:
-        """All slots of the pool."""
-        return sum(getattr(self, field.name) for field in fields(self))
-
-    @property
-    def used_of_reserved(self) -> float:
-        """Slots with a token over slots that are reserved, 0 to 1; 1 where nothing is reserved."""
-        reserved = self.used + self.to_come + self.internal
-        return self.used / reserved if reserved else 1.0
-
-
-@dataclass(frozen=True)
-class MemoryEvent:
-    """Something that happened to a request's memory, for the recorder and the figures.
-
-    Attributes:
-        step: the step in which it happened, as the manager was told it.
-        kind: "allocate" (more blocks), "grow" (room enough in its blocks), "fork", "copy", "move" or "free".
-        request_id: whose memory.
-        block_ids: its block table after it.
-        num_tokens: tokens it will hold once its scheduled tokens are computed.
-    """
-
-    step: int
-    kind: str
-    request_id: str
-    block_ids: tuple[int, ...]
-    num_tokens: int
-
-
-class TableChange(NamedTuple):
-    """A block table is now `block_ids` from entry `start` on; what stood before it still holds."""
-
-    start: int
-    block_ids: list[int]
-
-
 class KVCacheManager(ABC):
     """Hands out slots, in blocks of `block_size`.
 
+    A manager that caches prefixes (`caches_prefixes`) finds blocks that earlier requests have filled; to all others
+    the methods from `get_computed_blocks` to `reset` are without effect.
+
     Attributes:
+        caches_prefixes: whether blocks can be found by their content.
+        prefix_cache_stats: what lookups came to.
         copies: block copies that the runner has still to make.
         events: where events are recorded; None (the default) records nothing.
+        cache_events: the same for what becomes findable and what is evicted.
         step: number of the current step, for the events; whoever drives the manager counts it.
     """
 
@@ -100,8 +55,10 @@ class KVCacheManager(ABC):
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.caches_prefixes, self.prefix_cache_stats = False, PrefixCacheStats()
         self.copies = PendingCopies()
         self.events: list[MemoryEvent] | None = None
+        self.cache_events: list[CacheEvent] | None = None
         self.step = 0
         self._changed: dict[str, int] = {}
 
@@ -110,8 +67,16 @@ class KVCacheManager(ABC):
         """Whether a request that needs `num_tokens` slots fits into the pool when nobody else is there."""
 
     @abstractmethod
-    def allocate_slots(self, request: KVRequest, num_new_tokens: int) -> bool:
+    def allocate_slots(
+        self, request: KVRequest, num_new_tokens: int, computed_blocks: Sequence[KVCacheBlock] = ()
+    ) -> bool:
         """Gives a request the slots for its next tokens, all or nothing.
+
+        Args:
+            request: whose.
+            num_new_tokens: tokens to compute.
+            computed_blocks: what `get_computed_blocks` has just found for it; its table begins with them, and
+                whoever calls counts their tokens as computed. They are taken before any other block is.
 
         Returns:
             True: its block table covers num_computed_tokens + num_new_tokens, and the blocks that will be
@@ -120,6 +85,46 @@ class KVCacheManager(ABC):
         Raises:
             AssertionError: no new token, or a request that has computed tokens and holds no memory.
         """
+
+    def get_computed_blocks(self, request: KVRequest) -> list[KVCacheBlock]:
+        """The blocks of a request without memory that are in the cache: its longest prefix of full blocks.
+
+        At least one token is left to compute, because an answer begins with a token's logits: of a request that is
+        there to its last block, the last block is computed again, as in vLLM, into a block of its own. Nothing is
+        taken: what was found may be gone later, so whoever does not use it at once looks again.
+        """
+        return []
+
+    def next_key(self, request: KVRequest, computed_blocks: Sequence[KVCacheBlock]) -> BlockKey | None:
+        """The key of the first block that was not found and that another request could compute for this one."""
+        return None
+
+    def keys_in_progress(self, request: KVRequest, num_new_tokens: int) -> list[BlockKey]:
+        """The keys of those blocks, as far as all their tokens are known, that a request's next tokens lie in."""
+        return []
+
+    def commit(self, request: KVRequest, num_before: int) -> None:  # noqa: B027
+        """Makes findable what a pass has filled: a request had `num_before` computed tokens before it."""
+
+    def forget(self, request: KVRequest) -> None:  # noqa: B027
+        """Nobody shall find what a request holds: its keys and values are not to be trusted."""
+
+    def reset(self) -> bool:
+        """Empties the prefix cache.
+
+        Returns:
+            False, and nothing has changed, if a block is in use.
+        """
+        return self.num_free_blocks == self.num_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that can be found by their content, in use or free."""
+        return 0
+
+    def findable(self) -> list[CacheEvent]:
+        """All that can be found, as if it were published now."""
+        return []
 
     @abstractmethod
     def fork(self, parent: KVRequest, child: KVRequest) -> bool:
@@ -177,14 +182,18 @@ class KVCacheManager(ABC):
         """Hands over the block copies (source, target) that must be made before the next pass, in order."""
         return self.copies.take()
 
-    def take_changes(self) -> dict[str, "TableChange"]:
+    def take_changes(self) -> dict[str, TableChange]:
         """Hands over what has changed in block tables since the last call, for those who keep a copy of them."""
         taken, self._changed = self._changed, {}
         return {name: TableChange(start, self._block_ids(name, start)) for name, start in taken.items()}
 
-    def num_missing_blocks(self, request: KVRequest) -> int:
-        """Blocks that a request has still to get for the tokens that it has so far."""
-        return max(0, self.num_blocks_for(request.num_tokens) - self._num_blocks_of(request.request_id))
+    def num_missing_blocks(self, request: KVRequest, computed_blocks: Sequence[KVCacheBlock] = ()) -> int:
+        """Free blocks that a request has still to get for the tokens that it has so far.
+
+        A computed block that nobody holds is a free one too; one in use costs nothing.
+        """
+        needed = self.num_blocks_for(request.num_tokens) - self._num_blocks_of(request.request_id)
+        return max(0, needed - sum(block.ref_cnt > 0 for block in computed_blocks))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens need."""

@@ -121,6 +121,7 @@ def model_free_engine(
     step_s: float = 0.05,
     token_s: float = 0.002,
     keep_finished_rows: bool = True,
+    enable_prefix_caching: bool = False,
     **fields: Any,
 ) -> LLMEngine:
     """An engine on a priced runner and a virtual clock.
@@ -130,9 +131,12 @@ def model_free_engine(
         step_s: seconds that every pass takes: reading the weights.
         token_s: seconds more for each token.
         keep_finished_rows: as in `StaticScheduler`.
+        enable_prefix_caching: off unless asked for, so that prompts which are mere lengths find nothing.
         **fields: of `EngineConfig`.
     """
-    config = EngineConfig.from_fields(num_kv_blocks=num_kv_blocks, **fields)
+    config = EngineConfig.from_fields(
+        num_kv_blocks=num_kv_blocks, enable_prefix_caching=enable_prefix_caching, **fields
+    )
     size = KVCacheSize(num_kv_blocks, config.block_size, 0, "num_kv_blocks")
     manager = make_manager(config, size, config.max_model_len or size.num_slots)
     if config.batching == "static":

@@ -6,9 +6,11 @@ A check never raises for a wrong answer: a blank exercise runs through like any 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from minivllm.kv_cache.block_hash import BlockHasher, short_key
 from minivllm.lessons.batching import Arrival, model_free_engine, serve
 from minivllm.lessons.cost import pass_cost
 from minivllm.model.architecture import ModelConfig
+from minivllm.request import Request, SamplingParams
 
 
 def check_text_of_tokens(answer: Callable[[Any, Sequence[int]], Any], tokenizer: Any) -> bool:
@@ -141,6 +143,50 @@ def check_continuous_steps(answer: Callable[[Sequence[int], int], Any]) -> bool:
         engine = model_free_engine(max_num_seqs=rows)
         steps = len(serve(engine, [Arrival([0], length) for length in lens]).trace)
         cases.append((f"answers of {lens} tokens, {rows} rows", (lens, rows), steps))
+    return _check(answer, cases)
+
+
+def check_block_keys(answer: Callable[[list[int], int, str | None], Any]) -> bool:
+    """Lesson 06: `answer(token_ids, block_size, salt)` lists the keys of a prompt's full blocks, as memory has them."""
+    cases = []
+    for length, size, salt in (
+        (12, 4, None),
+        (13, 4, None),
+        (3, 4, None),
+        (40, 16, None),
+        (12, 4, "alice"),
+        (40, 16, "bob"),
+    ):
+        tokens = list(range(7, 7 + length))
+        request = Request("", tokens, SamplingParams(), length + 1, cache_salt=salt)
+        keys = [short_key(key) for key in BlockHasher(size).keys(request)]
+        cases.append((f"{length} tokens, blocks of {size}, salt {salt!r}", (tokens, size, salt), keys))
+
+    def in_short(token_ids: list[int], block_size: int, salt: str | None) -> Any:
+        keys = answer(token_ids, block_size, salt)
+        listed = isinstance(keys, (list, tuple)) and all(isinstance(key, bytes) for key in keys)
+        return [short_key(key) for key in keys] if listed else keys
+
+    return _check(in_short, cases)
+
+
+def check_tokens_found(answer: Callable[[list[list[int]], int], Any]) -> bool:
+    """Lesson 06: `answer(prompts, block_size)` lists how many tokens each prompt finds of those before it. Each case
+    is run by the real scheduler and memory."""
+    stem, other = list(range(1, 41)), list(range(101, 141))
+    cases = []
+    for lens, prompts, size in (
+        ("40, 40", [stem, stem], 16),
+        ("32, 32, 33", [stem[:32], stem[:32], stem[:33]], 16),
+        ("40, 40 that differ in token 20", [stem, [*stem[:20], 0, *stem[21:]]], 16),
+        ("40, 40 others, 40 (half of each)", [stem, other, [*stem[:16], *other[16:]]], 16),
+        ("9, 17, 40", [stem[:9], stem[:17], stem], 4),
+        ("5, 5", [stem[:5], stem[:5]], 1),
+    ):
+        engine = model_free_engine(block_size=size, max_num_seqs=1, enable_prefix_caching=True)
+        outputs = serve(engine, [Arrival(prompt, 1) for prompt in prompts]).outputs
+        found = [output.num_cached_tokens for output in outputs]
+        cases.append((f"prompts of {lens} tokens, blocks of {size}", (prompts, size), found))
     return _check(answer, cases)
 
 

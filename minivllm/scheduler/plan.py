@@ -7,7 +7,7 @@ that a plan holds only what has changed, and the runner keeps the rest.
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from minivllm.kv_cache.manager import TableChange
+from minivllm.kv_cache.records import TableChange
 from minivllm.request import SamplingParams
 
 
@@ -47,16 +47,18 @@ class Decision(NamedTuple):
             of this size).
         request_id: whom it concerns.
         cause: for "preempt" and "outgrow", "no_free_block"; for "wait", what is lacking: "memory", "max_num_seqs",
-            "token_budget", "preempted" (nobody is admitted in a step that preempted), or "batch" (a static batch
-            is running). Empty otherwise.
-        other: for "preempt", the request that needed the memory.
-        needed: blocks, rows or tokens that were needed; for "admit" and "resume", the tokens to compute.
-        available: how many there were; 0 for "admit" and "resume", where nothing was lacking.
+            "token_budget", "preempted" (nobody is admitted in a step that preempted), "batch" (a static batch is
+            running), or "prefix" (its next block is being computed for another one). Empty otherwise.
+        other: for "preempt", the request that needed the memory; for "wait" with "prefix", the one that computes.
+        needed: blocks, rows or tokens that were needed; for "admit" and "resume", the tokens to compute; for "wait"
+            with "prefix", the tokens that it would have to compute now.
+        available: how many there were; for "admit" and "resume", the tokens that were found in the cache, and so for
+            "wait" with "prefix", so far.
     """
 
     kind: Literal["admit", "resume", "preempt", "wait", "outgrow"]
     request_id: str
-    cause: Literal["", "no_free_block", "memory", "max_num_seqs", "token_budget", "preempted", "batch"] = ""
+    cause: Literal["", "no_free_block", "memory", "max_num_seqs", "token_budget", "preempted", "batch", "prefix"] = ""
     other: str | None = None
     needed: int = 0
     available: int = 0

@@ -121,16 +121,20 @@ class Scheduler(ABC):
             The requests that got a token or ended, each once.
         """
         touched = self._ended  # if this breaks off, the next update returns what was touched by then
-        sampled, running = result.sampled, RequestStatus.RUNNING
+        sampled, running, size = result.sampled, RequestStatus.RUNNING, self.manager.block_size
         for request, count in zip(self._in_flight, plan.num_scheduled_tokens.values(), strict=True):
             if request.status is not running:  # ended meanwhile, or only carried along
                 continue
             if request.request_id in result.failed:  # nothing of it counts
                 request.stop_reason = result.failed[request.request_id]
+                self.manager.forget(request)  # nor of what it has stored, which may be what made it fail
                 self._finish(request, RequestStatus.FINISHED_ERROR, now)
                 touched.append(request)
                 continue
-            request.num_computed_tokens += count
+            before = request.num_computed_tokens
+            request.num_computed_tokens = end = before + count
+            if end // size > before // size:
+                self.manager.commit(request, before)
             tokens = sampled.get(request.request_id)
             if tokens is None:
                 continue
@@ -225,10 +229,17 @@ class Scheduler(ABC):
             plan.table_changes.pop(request.request_id, None)
         return plan
 
-    def _admit(self, request: Request, count: int, plan: SchedulerOutput, now: float) -> None:
-        """Moves the head of the queue, which has got its memory, into the batch."""
-        kind: Literal["admit", "resume"] = "admit" if request.status is RequestStatus.WAITING else "resume"
-        plan.decisions.append(Decision(kind, request.request_id, needed=count))
+    def _admit(self, request: Request, count: int, num_cached: int, plan: SchedulerOutput, now: float) -> None:
+        """Moves the head of the queue, which has got its memory, into the batch; `num_cached` of its tokens are there
+        already, and this step is to compute `count` more."""
+        resumed = request.status is RequestStatus.PREEMPTED
+        kind: Literal["admit", "resume"] = "resume" if resumed else "admit"
+        plan.decisions.append(Decision(kind, request.request_id, needed=count, available=num_cached))
+        request.num_computed_tokens = num_cached
+        if not resumed:
+            request.num_cached_tokens = num_cached
+        if self.manager.caches_prefixes and not request.skip_reading_prefix_cache:
+            self.manager.prefix_cache_stats.record(request.num_tokens, num_cached, resumed)
         taken = self.waiting.pop()
         assert taken is request, f"{request.request_id} was served before the head of the queue"
         request.status = RequestStatus.RUNNING

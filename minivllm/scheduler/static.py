@@ -48,15 +48,17 @@ class StaticScheduler(Scheduler):
             if request.num_samples > available:
                 plan.decisions.append(Decision("wait", name, "max_num_seqs", None, request.num_samples, available))
                 return
-            needed = self.manager.num_missing_blocks(request)
-            if not self.manager.allocate_slots(request, request.num_tokens):
+            found = self.manager.get_computed_blocks(request)
+            num_cached = len(found) * self.manager.block_size
+            needed = self.manager.num_missing_blocks(request, found)
+            if not self.manager.allocate_slots(request, request.num_tokens - num_cached, found):
                 free = self.manager.num_free_blocks
                 if self.manager.can_ever_fit(request.num_tokens):
                     plan.decisions.append(Decision("wait", name, "memory", None, needed, free))
                     return
                 self._outgrow(request, plan, now)
                 continue
-            self._admit(request, request.num_tokens, plan, now)
+            self._admit(request, request.num_tokens - num_cached, num_cached, plan, now)
             num_rows += request.num_samples
 
     def _serve_prompts(self, behind: list[Request], plan: SchedulerOutput, now: float) -> None:

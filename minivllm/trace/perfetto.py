@@ -19,7 +19,10 @@ STEPS = 1
 def trace_events(trace: Trace) -> list[Event]:
     """All events of a trace, metadata first, then in the order of time. What lies before the trace is cut off."""
     requests = request_times(trace)
-    events = [event for state in trace.states() for event in _engine_events(state, trace.header["token_budget"])]
+    events, num_hits = list[Event](), 0
+    for state in trace.states():
+        num_hits += sum(state.cached.values())
+        events += _engine_events(state, trace.header["token_budget"], num_hits)
     for number, request in enumerate(requests, start=1):
         events += _request_events(request, number)
     names = [_name("process_name", ENGINE, 0, "engine"), _name("process_name", REQUESTS, 0, "requests")]
@@ -33,11 +36,14 @@ def trace_events(trace: Trace) -> list[Event]:
     return names + sorted(events, key=lambda event: event["ts"])
 
 
-def _engine_events(state: TraceState, token_budget: int) -> Iterator[Event]:
-    """The slice of a step, and the curves: what it computes and holds from its beginning, who waits from its end."""
+def _engine_events(state: TraceState, token_budget: int, num_hits: int) -> Iterator[Event]:
+    """The slice of a step, and the curves: what it computes and holds from its beginning, who waits from its end; and
+    the tokens that were found in the prefix cache so far."""
     args = {
         "tokens": state.num_scheduled_tokens,
         "token_budget": token_budget,
+        "cached_tokens": sum(state.cached.values()),
+        "evicted_blocks": len(state.evicted),
         "rows": len(state.scheduled),
         "useless_rows": len(state.rerun),
         "output_tokens": sum(state.sampled.values()),
@@ -46,17 +52,21 @@ def _engine_events(state: TraceState, token_budget: int) -> Iterator[Event]:
     yield _slice(f"step {state.step}", ENGINE, STEPS, state.start_s, state.end_s, args)
     yield _counter("tokens in step", state.start_s, state.num_scheduled_tokens)
     yield _counter("running", state.start_s, len(state.scheduled) - len(state.rerun))
+    yield _counter("prefix cache hits (tokens so far)", state.start_s, num_hits)
     yield _counter("waiting", state.end_s, len(state.waiting))
     yield _counter("KV cache usage (%)", state.start_s, round(100 * state.pass_usage, 2))
 
 
 def _request_events(request: RequestTimes, number: int) -> Iterator[Event]:
-    """The spans of a request, and marks for its first token and its end."""
+    """The spans of a request, and marks for its first token and its end. Its first prefill tells what it found."""
+    first = next((span for span in request.spans if span.phase == "prefill"), None)
     for span in request.spans:
         args: Event = {"steps": [span.first_step, span.last_step]} if span.first_step <= span.last_step else {}
         if span.num_tokens:
             args |= {"tokens": span.num_tokens, "recomputed_tokens": span.num_recomputed_tokens}
             args["output_tokens"] = span.num_output_tokens
+        if span is first and request.parent_id is None:
+            args["num_cached_tokens"] = request.num_cached_tokens
         yield _slice(span.phase, REQUESTS, number, span.start_s, span.end_s, args)
     if request.first_token_s is not None:
         yield _mark("first token", number, request.first_token_s)

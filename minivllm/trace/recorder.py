@@ -4,9 +4,12 @@ from dataclasses import asdict
 from typing import Any
 
 from minivllm.config import EngineConfig
+from minivllm.kv_cache.block_hash import short_key
 from minivllm.request import Request
 from minivllm.scheduler import Scheduler, SchedulerOutput
 from minivllm.trace.trace import SCHEMA, VERSION, Trace
+
+ADMISSIONS = ("admit", "resume")
 
 
 class Recorder:
@@ -32,8 +35,13 @@ class Recorder:
                 "start_s": now,
             }
         )
+        manager.cache_events = manager.findable()
         for request in [*scheduler.running, *scheduler.waiting]:
             self.add(request)
+
+    def close(self) -> None:
+        """The trace ends here."""
+        self._scheduler.manager.cache_events = None
 
     def add(self, request: Request) -> None:
         """A request has come."""
@@ -49,6 +57,7 @@ class Recorder:
                 "parent_id": request.parent_id,
                 "num_tokens": request.num_tokens,
                 "num_computed_tokens": request.num_computed_tokens,
+                "num_cached_tokens": request.num_cached_tokens,
                 "block_ids": self._scheduler.manager.get_block_ids(request),
                 "num_preemptions": request.num_preemptions,
                 **({"status": reason, "ended_in_step": -1} if reason else {}),
@@ -91,11 +100,13 @@ class Recorder:
             "scheduled": dict(plan.num_scheduled_tokens),
             "rerun": plan.rerun,
             "blocks": {name: list(change) for name, change in blocks.items()},
+            "cached": {d.request_id: d.available for d in plan.decisions if d.kind in ADMISSIONS and d.available},
             "copies": [list(copy) for copy in plan.copies],
             "decisions": [decision._asdict() for decision in plan.decisions],
             "tokens": {request.request_id: request.num_tokens for request in touched},
             "finished": finished,
             "released": released,
+            "cache": self._cache_events(),
             "waiting": [request.request_id for request in scheduler.waiting],
             "running": running,
         }
@@ -105,3 +116,18 @@ class Recorder:
         step["fragmentation"] = asdict(scheduler.manager.fragmentation(next(iter(scheduler.waiting), None)))
         self.trace.steps.append(step)
         self._added, self._holders = [], running
+
+    def _cache_events(self) -> list[dict[str, Any]]:
+        """What has become findable, and what is so no more, in order."""
+        events, self._scheduler.manager.cache_events = self._scheduler.manager.cache_events or [], []
+        return [
+            {"evict": event.block_id}
+            if event.kind == "evict"
+            else {
+                "publish": event.block_id,
+                "key": short_key(event.key),
+                "parent": None if event.parent is None else short_key(event.parent),
+                "request_id": event.request_id,
+            }
+            for event in events
+        ]

@@ -63,6 +63,7 @@ class RequestTimes:
         end_s: when that step's results were booked.
         finish_reason: how it ended.
         num_preemptions: how often it lost its memory.
+        num_cached_tokens: tokens of its prompt that were found in the prefix cache when it was first admitted.
         spans: what it did, one after the other.
     """
 
@@ -80,6 +81,7 @@ class RequestTimes:
     end_s: float | None
     finish_reason: str | None
     num_preemptions: int
+    num_cached_tokens: int
     spans: tuple[Span, ...] = field(repr=False)
 
     @property
@@ -167,8 +169,9 @@ class _Account:
         self.reason: str | None = None
         self.spans: list[Span] = []
         self.num_preemptions, self.times_lost = 0, request.num_preemptions
+        self.num_cached_tokens: int = parent.num_cached_tokens if parent else 0
         num_tokens = request.num_tokens - state.sampled.get(self.request_id, 0)
-        computed = request.num_computed_tokens - request.num_scheduled_tokens
+        computed = request.num_computed_tokens - request.num_scheduled_tokens - state.cached.get(self.request_id, 0)
         self.began_before = num_tokens > self.num_prompt_tokens  # its first token is older than the trace
         self.reads = not self.began_before or num_tokens - computed > 1
         self.is_new = parent is None and not self.began_before and computed == 0
@@ -185,6 +188,8 @@ class _Account:
             self.end_step, self.end_s, self.reason = state.step, state.end_s, state.finished[name]
         if name in state.scheduled and self.started is None:
             self.started = (state.step, state.start_s)
+            if not request.num_preemptions:  # else it was first admitted before the trace, or in vain
+                self.num_cached_tokens = request.num_cached_tokens  # of a static batch, found in an earlier step
         num_new = state.sampled.get(name, 0)
         if name in state.scheduled:
             phase: Phase = "rerun" if name in state.rerun else "prefill" if self.reads else "decode"
@@ -246,5 +251,6 @@ class _Account:
             end_s=self.end_s,
             finish_reason=self.reason,
             num_preemptions=self.num_preemptions,
+            num_cached_tokens=self.num_cached_tokens,
             spans=tuple(self.spans),
         )

@@ -22,6 +22,7 @@ class TraceSummary:
         num_steps: steps.
         num_requests: requests, answers that branched off among them.
         num_prompt_tokens: tokens of all prompts; a prompt with many answers counts once.
+        num_cached_tokens: those of them that were found in the prefix cache.
         num_output_tokens: tokens put out.
         num_computed_tokens: tokens that the steps computed, to use or not.
         num_recomputed_tokens: those of them that had been computed before and were lost.
@@ -39,6 +40,7 @@ class TraceSummary:
     num_steps: int
     num_requests: int
     num_prompt_tokens: int
+    num_cached_tokens: int
     num_output_tokens: int
     num_computed_tokens: int
     num_recomputed_tokens: int
@@ -51,6 +53,11 @@ class TraceSummary:
     peak_usage: float
     duration_s: float
     requests: tuple[RequestTimes, ...] = field(repr=False)
+
+    @property
+    def hit_rate(self) -> float:
+        """Prompt tokens that were found in the prefix cache over all of them, 0 to 1; 0 without prompts."""
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     @property
     def output_tokens_per_step(self) -> float:
@@ -76,6 +83,7 @@ def summarize(trace: Trace) -> TraceSummary:
         num_steps=len(trace),
         num_requests=len(requests),
         num_prompt_tokens=sum(request.num_prompt_tokens for request in requests if request.parent_id is None),
+        num_cached_tokens=sum(request.num_cached_tokens for request in requests if request.parent_id is None),
         num_output_tokens=sum(request.num_output_tokens for request in requests),
         num_computed_tokens=sum(span.num_tokens for span in spans),
         num_recomputed_tokens=sum(span.num_recomputed_tokens for span in spans),

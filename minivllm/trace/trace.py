@@ -15,7 +15,7 @@ from typing import Any
 from minivllm.config import check_int, is_int
 from minivllm.kv_cache import Fragmentation
 
-SCHEMA, VERSION = "minivllm.trace", 1
+SCHEMA, VERSION = "minivllm.trace", 2
 
 
 @dataclass
@@ -33,6 +33,8 @@ class RequestState:
         num_tokens: its tokens, prompt and output.
         num_computed_tokens: those of them that are in the cache.
         num_scheduled_tokens: those that this step computed.
+        num_cached_tokens: those that it found in the prefix cache when it was admitted last; for one that was
+            admitted before the trace, the first time.
         block_ids: its block table.
         num_preemptions: how often it has lost its memory.
         ended_in_step: the step in which it ended. In a static batch it may hold its blocks beyond that.
@@ -48,6 +50,7 @@ class RequestState:
     num_tokens: int = 0
     num_computed_tokens: int = 0
     num_scheduled_tokens: int = 0
+    num_cached_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     ended_in_step: int | None = None
@@ -64,6 +67,27 @@ class RequestState:
 
 
 @dataclass
+class CachedBlock:
+    """A block that can be found by what it holds.
+
+    Attributes:
+        block_id: its number.
+        key: the first 16 hexadecimal digits of its key.
+        parent: those of the block before it; None for a first block.
+        request_id: whose tokens filled it; empty if that was before the trace.
+        published_in_step: when it became findable; -1 if that was before the trace.
+        last_used_step: the last step in which somebody held it; -1 likewise.
+    """
+
+    block_id: int
+    key: str
+    parent: str | None = None
+    request_id: str = ""
+    published_in_step: int = -1
+    last_used_step: int = -1
+
+
+@dataclass
 class TraceState:
     """Everything, as it stands after a step; requests that ended in earlier steps are there too.
 
@@ -75,11 +99,16 @@ class TraceState:
         waiting: names of those without memory, the next one first.
         running: names of those in the batch, in the order of service.
         scheduled: request to tokens computed in this step.
+        cached: request to tokens that it found in the prefix cache, for those that were admitted in this step and
+            found some.
         rerun: rows of this step that were of no use (ended members of a static batch).
         sampled: request to number of tokens put out in this step.
         finished: request to finish reason, for those that ended in this step.
         decisions: what the scheduler decided: dicts with the fields of `Decision`.
         copies: block copies (source, target) made before the pass.
+        cached_blocks: block to what it can be found by, for those that can be found.
+        published: blocks that became findable in this step.
+        evicted: those that are so no more, as they were.
         holders: block to the requests whose tables name it.
         usage: share of the blocks that somebody holds after the step, 0 to 1.
         pass_usage: the same during its pass, where those who ended with it held theirs.
@@ -93,11 +122,15 @@ class TraceState:
     waiting: list[str] = field(default_factory=list)
     running: list[str] = field(default_factory=list)
     scheduled: dict[str, int] = field(default_factory=dict)
+    cached: dict[str, int] = field(default_factory=dict)
     rerun: list[str] = field(default_factory=list)
     sampled: dict[str, int] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)
     decisions: list[dict[str, Any]] = field(default_factory=list)
     copies: list[list[int]] = field(default_factory=list)
+    cached_blocks: dict[int, CachedBlock] = field(default_factory=dict)
+    published: list[int] = field(default_factory=list)
+    evicted: list[CachedBlock] = field(default_factory=list)
     usage: float = 0.0
     pass_usage: float = 0.0
     fragmentation: Fragmentation = field(default_factory=lambda: Fragmentation(0, 0, 0, 0, 0))
@@ -228,7 +261,11 @@ def _advance(state: TraceState, step: dict[str, Any]) -> None:
     for name, (start, block_ids) in step.get("blocks", {}).items():
         requests[name].block_ids[start:] = block_ids
     state.scheduled, state.rerun = step.get("scheduled", {}), step.get("rerun", [])
-    state.finished = step.get("finished", {})
+    state.finished, state.cached = step.get("finished", {}), step.get("cached", {})
+    for decision in step.get("decisions", ()):
+        if decision["kind"] in ("admit", "resume"):
+            request = requests[decision["request_id"]]
+            request.num_cached_tokens = request.num_computed_tokens = state.cached.get(request.request_id, 0)
     in_vain = {*state.rerun, *(name for name, reason in state.finished.items() if reason in ("abort", "error"))}
     for name, request in requests.items():
         request.num_scheduled_tokens = state.scheduled.get(name, 0)
@@ -240,6 +277,7 @@ def _advance(state: TraceState, step: dict[str, Any]) -> None:
         requests[name].num_tokens = num_tokens
     for name, reason in state.finished.items():
         requests[name].status, requests[name].ended_in_step = reason, step["step"]
+    _advance_cache(state, step)
     state.waiting, state.running = step.get("waiting", []), step.get("running", [])
     for name in requests.keys() - state.running:
         requests[name].block_ids = []
@@ -252,3 +290,18 @@ def _advance(state: TraceState, step: dict[str, Any]) -> None:
     state.decisions, state.copies = step.get("decisions", []), step.get("copies", [])
     state.usage, state.pass_usage = step["usage"], step["pass_usage"]
     state.fragmentation = Fragmentation(**step["fragmentation"])
+
+
+def _advance_cache(state: TraceState, step: dict[str, Any]) -> None:
+    """What became findable in a step, and what ceased to be; block tables are those of its pass."""
+    state.published, state.evicted = [], []
+    for event in step.get("cache", ()):
+        if "evict" in event:
+            state.evicted.append(state.cached_blocks.pop(event["evict"]))
+            continue
+        block, name = event["publish"], event["request_id"]
+        number = step["step"] if name else -1
+        state.cached_blocks[block] = CachedBlock(block, event["key"], event["parent"], name, number, number)
+        state.published.append(block)
+    for block in state.cached_blocks.keys() & {b for r in state.requests.values() for b in r.block_ids}:
+        state.cached_blocks[block].last_used_step = step["step"]

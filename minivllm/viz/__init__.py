@@ -1,9 +1,12 @@
 """Figures, drawn from plain records only; nothing here knows the engine."""
 
 from minivllm.viz.display import digest, show
+from minivllm.viz.evictions import eviction_timeline
 from minivllm.viz.explorer import Explorer, export_html, view
 from minivllm.viz.figures import SlabRow, growth, horizontal_bars, live_rows, roofline, slab_map
 from minivllm.viz.memory import block_tables, fragmentation_over_time, memory_map, replay, stacked_shares
+from minivllm.viz.prefix_cache import hit_rate, ttft_cold_warm
+from minivllm.viz.prefix_tree import prefix_tree
 from minivllm.viz.sentences import explain, narrate
 from minivllm.viz.throughput import (
     BatchPoint,
@@ -25,15 +28,18 @@ __all__ = [
     "block_tables",
     "compare_traces",
     "digest",
+    "eviction_timeline",
     "explain",
     "export_html",
     "fragmentation_over_time",
     "growth",
+    "hit_rate",
     "horizontal_bars",
     "knee",
     "live_rows",
     "memory_map",
     "narrate",
+    "prefix_tree",
     "queue_and_usage",
     "replay",
     "request_timeline",
@@ -43,5 +49,6 @@ __all__ = [
     "stacked_shares",
     "token_budget",
     "token_gaps",
+    "ttft_cold_warm",
     "view",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from minivllm.viz.style import FAINT, INK, PALETTE, request_color, styled
 
@@ -45,6 +45,8 @@ def growth(
             ax.minorticks_off()
         else:
             ax.set_ylim(bottom=0)
+            if all(isinstance(value, int) for value in x):
+                ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         return fig
 
 

@@ -17,6 +17,7 @@ HATCH = {
     "dots": "radial-gradient(circle,#2229 .9px,transparent 1.3px) 0 0/5px 5px",
     "cross": "repeating-linear-gradient(45deg,#2228 0 1px,transparent 1px 5px),"
     "repeating-linear-gradient(135deg,#2228 0 1px,transparent 1px 5px)",
+    "found": "repeating-linear-gradient(135deg,%s 0 1.5px,transparent 1.5px 4.5px)",
     "slash": "repeating-linear-gradient(135deg,#222A 0 1.5px,transparent 1.5px 6px)",
 }
 
@@ -62,7 +63,7 @@ def chip_style(color: str) -> str:
     )
 
 
-def cell(text: str, number: int, label: str, bars: Sequence[str], color: str) -> str:
+def cell(text: str, number: int, label: str, bars: Sequence[str], color: str, digits: str = "", ring: str = "") -> str:
     """A block, or a group of blocks, of the pool: there may be hundreds, so it is one element with a background.
 
     Args:
@@ -71,17 +72,21 @@ def cell(text: str, number: int, label: str, bars: Sequence[str], color: str) ->
         label: whose it is; empty for a free one, whose border is dashed.
         bars: colour stops of its bars, one above the other.
         color: of its border.
+        digits: the first of the key by which a free one can be found: its border is solid, and its bar hatched.
+        ring: what is drawn around it, as CSS has it.
     """
     height = BAR_PX / max(1, len(bars))
     layers = ",".join(
         f"linear-gradient(90deg,{stops})0 {CELL_PX - height * (len(bars) - index):.3g}px/100% {height:.3g}px no-repeat"
         for index, stops in enumerate(bars)
     )
-    border = f"{'2px solid' if label else '1px dashed'} {color}"
-    name = f' <b style="color:{INK}">{escape(label)}</b>' if label else ""
+    if digits:
+        layers = f"{HATCH['found'] % color} 0 {CELL_PX - BAR_PX}px/100% {BAR_PX}px no-repeat"
+    border = f"{'2px solid' if label else '1px solid' if digits else '1px dashed'} {color}"
+    name = f' <b style="color:{INK}">{escape(label)}</b>' if label else f" <i>{digits}</i>" if digits else ""
     return (
         f'<div role="img" title="{escape(text)}" style="border:{border};overflow:hidden'
-        f'{f";background:{layers}" if bars else ""}">{number}{name}</div>'
+        f'{f";outline:{ring}" if ring else ""}{f";background:{layers}" if layers else ""}">{number}{name}</div>'
     )
 
 
@@ -99,8 +104,8 @@ def td() -> str:
     return f"text-align:left;padding:2px 14px 2px 0;vertical-align:middle;border:0;color:{INK}"
 
 
-def key(text: str, color: str, hatch: str) -> str:
-    box = f"width:13px;height:13px;border:1px solid {INK};box-sizing:border-box;{fill(color, hatch)}"
+def key(text: str, color: str, hatch: str, border: str = f"1px solid {INK}") -> str:
+    box = f"width:13px;height:13px;border:{border};box-sizing:border-box;{fill(color, hatch)}"
     return f'<span style="display:inline-flex;gap:5px;align-items:center"><span style="{box}"></span>{text}</span>'
 
 

@@ -1,17 +1,17 @@
 """What a step did, in sentences. Pure functions of a trace's states; nothing here draws.
 
 `explain` turns one decision of the scheduler into one sentence, `narrate` a whole step into all of its sentences,
-in the order in which things happen: decisions, copies, the pass, its results. Names of requests are put in as they
-are: whoever makes HTML of a sentence escapes it.
+in the order in which things happen: decisions, evictions, copies, the pass, its results. Names of requests are put in
+as they are: whoever makes HTML of a sentence escapes it.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from minivllm.trace import RequestState, TraceState
+from minivllm.viz import cache_sentences as cache
+from minivllm.viz.wording import listed
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-MOST_NAMES = 6  # a sentence with more names counts the rest
 
 
 def explain(decision: dict[str, Any], state: TraceState | None = None, header: dict[str, Any] | None = None) -> str:
@@ -48,9 +48,12 @@ def narrate(state: TraceState, header: dict[str, Any]) -> list[str]:
     Raises:
         ValueError: a decision of a kind that is not known.
     """
-    told = [explain(decision, state, header) for decision in state.decisions]
+    told = cache.tell_found_before(state)
+    told += [explain(decision, state, header) for decision in state.decisions]
+    told += cache.tell_evictions(state)
     told += _tell_copies(state, _is_contiguous(header))
     told += _tell_pass(state, _config(header).get("batching") == "static")
+    told += cache.tell_publications(state)
     told += _tell_branches(state, _is_contiguous(header))
     told += _tell_first_tokens(state)
     told += _tell_ends(state)
@@ -74,25 +77,24 @@ def _last_computed(state: TraceState, name: str) -> int:
     return request.num_computed_tokens + (request.num_scheduled_tokens if in_vain else 0)
 
 
-def listed(names: Sequence[str]) -> str:
-    """Names in a sentence: "R1", "R1 and R2", "R1, R2 and R3", "R1, …, R6 and 12 others"."""
-    shown = list(names)
-    if len(shown) > MOST_NAMES + 1:
-        shown[MOST_NAMES:] = [f"{len(names) - MOST_NAMES} others"]
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
-
-
 def _explain_admission(decision: dict[str, Any], state: TraceState | None, static: bool) -> str:
-    name, count = decision["request_id"], decision["needed"]
+    name, count, found = decision["request_id"], decision["needed"], decision["available"]
     word = "admitted" if decision["kind"] == "admit" else "resumed"
     if static:  # its tokens are computed when its turn comes, which may be in a later step
-        return f"{name} {word}: it joins the new batch with {_count(count, 'token')} to compute."
+        cached = f", and {found} that {_was(found)} found in the prefix cache" if found else ""
+        return f"{name} {word}: it joins the new batch with {_count(count, 'token')} to compute{cached}."
     again = ""
     if word == "resumed":
         word, again = "resumed after its preemption", " again"
     if state is None:
-        return f"{name} {word}: {_count(count, 'token')} {_is(count)} computed{again} in this step."
+        cached = f"{_count(found, 'token')} {_was(found)} found in the prefix cache, and " if found else ""
+        return f"{name} {word}: {cached}{_count(count, 'token')} {_is(count)} computed{again} in this step."
     total = state.requests[name].num_tokens - state.sampled.get(name, 0)
+    if found:
+        left = total - found
+        rest = f"{count} of the other {left} {_is(count)}" if count < left else f"the other {left} {_is(left)}"
+        cached = f"{found} of its {total} tokens {_was(found)} found in the prefix cache"
+        return f"{name} {word}: {cached}, and {rest} computed{again} in this step."
     if count < total:
         return f"{name} {word}: {count} of its {total} tokens {_is(count)} computed{again} in this step."
     all_of_them = f"all its {total} tokens are" if total > 1 else "its only token is"
@@ -140,6 +142,11 @@ def _obstacle(decision: dict[str, Any], header: dict[str, Any]) -> str:
         return "nobody is admitted in a step that preempted somebody"
     if cause == "batch":
         return "a static batch is running, and nobody joins it"
+    if cause == "prefix":
+        name, other, total = decision["request_id"], decision["other"], _count(needed + available, "token")
+        so_far = f"{available or 'none'} of its {total} {_is(available or 1)} in the prefix cache "
+        so_far += "already" if available else "yet"
+        return f"{other} is computing the block that {name} needs next, and {name} will take it over ({so_far})"
     raise ValueError(f"no decision has kind 'wait' with cause {cause!r}")
 
 
@@ -215,8 +222,11 @@ def _tell_branches(state: TraceState, contiguous: bool) -> list[str]:
         waiting = [child.request_id for child in branches if child.request_id in state.waiting]
         running = [child.request_id for child in branches if child.request_id not in state.waiting]
         if running:
-            how = "each in a run of its own" if contiguous else "and share its blocks"
-            told.append(f"{listed(running)} branch{'es' if len(running) == 1 else ''} off from {parent}, {how}.")
+            one = len(running) == 1
+            how = f"and share{'s' if one else ''} its blocks"
+            if contiguous:
+                how = "in a run of its own" if one else "each in a run of its own"
+            told.append(f"{listed(running)} branch{'es' if one else ''} off from {parent}, {how}.")
         if waiting:
             one = len(waiting) == 1
             told.append(

@@ -5,28 +5,18 @@ that any number of views can stand on one page, and brings its own background, s
 What differs in kind differs in hatch or in a letter as well as in colour.
 """
 
-from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from minivllm.trace import RequestState, TraceState
 from minivllm.viz import html_parts as html
-from minivllm.viz.html_parts import CELL_PX, HATCH, LINE, MOST_CHIPS, QUIET
+from minivllm.viz import memory_view
+from minivllm.viz.html_parts import HATCH, LINE, MOST_CHIPS, QUIET
 from minivllm.viz.sentences import is_decode, narrate
-from minivllm.viz.style import INK, PALETTE, request_color
+from minivllm.viz.style import INK, request_color
 
-MOST_BLOCKS = 256  # a larger pool is drawn in groups of neighbouring blocks
-MOST_GROUPS = 64
-COLUMNS = ("Request", "This step", "Tokens cached / so far / at most", "Block table")
-MOST_ROWS, MOST_HOLDERS, MOST_SEGMENTS = 24, 4, 48
-# The parts of `Fragmentation`: what they are called, and how they are drawn in all figures.
-PARTS = {
-    "used": ("with a token", PALETTE[0], ""),
-    "to_come": ("reserved, token to come", PALETTE[4], HATCH["dots"]),
-    "internal": ("reserved, never used", PALETTE[1], HATCH["cross"]),
-    "external": ("free, in too short runs", PALETTE[5], HATCH["slash"]),
-    "free": ("free", "#FFFFFF", ""),
-}
+COLUMNS = ("Request", "This step", "Tokens in memory / so far / at most", "Block table")
+MOST_ROWS, MOST_SEGMENTS = 24, 48
 
 
 def view(state: TraceState, header: dict[str, Any]) -> str:
@@ -38,13 +28,13 @@ def view(state: TraceState, header: dict[str, Any]) -> str:
     """
     colors = {name: request_color(index) for index, name in enumerate(state.requests)}
     told = html.section("What happened", _sentences(state, header), width_px=240)
-    memory = html.section(_memory_title(state, header), _memory(state, header, colors), grow=1.8, width_px=420)
+    memory = html.section(*memory_view.memory(state, header, colors), grow=1.8, width_px=420)
     parts = (
         _title(state, header),
         html.columns(html.section(*_waiting(state, colors)), html.section(*_running(state, header, colors))),
         html.section(_budget_title(state, header), _budget(state, header, colors)),
         html.columns(told, memory),
-        html.section("Block tables", _tables(state, colors)),
+        html.section("Block tables", _tables(state, colors, memory_view.caches_prefixes(header))),
     )
     style = f"background:#FFF;color:{INK};padding:10px 14px 12px;border-radius:6px;font:13px/1.45 system-ui,sans-serif"
     return f'<div style="{style};text-align:left">{"".join(parts)}</div>'
@@ -138,103 +128,7 @@ def _sentences(state: TraceState, header: dict[str, Any]) -> str:
     return f'<ul style="margin:0;padding-left:18px">{items}</ul>'
 
 
-def _memory_title(state: TraceState, header: dict[str, Any]) -> str:
-    held, blocks = round(state.usage * header["num_blocks"]), header["num_blocks"]
-    share, size = f"{100 * state.usage:.0f} %", header["block_size"]
-    return f"Memory after the step: {held} of {blocks} blocks held ({share}), {size} slots each"
-
-
-def _memory(state: TraceState, header: dict[str, Any], colors: dict[str, str]) -> str:
-    if header["num_blocks"] > MOST_BLOCKS:
-        cells = _group_cells(state, header, colors)
-        about, width_px = f"Pool of {header['num_blocks']} blocks, in groups of neighbours", 78
-    else:
-        cells = _block_cells(state, header, colors)
-        about, width_px = f"Pool of {header['num_blocks']} blocks", 54
-    grid = (
-        f'<div role="group" aria-label="{about}, each with its holders and the slots filled." style="display:grid;'
-        f"grid-template-columns:repeat(auto-fill,minmax({width_px}px,1fr));grid-auto-rows:{CELL_PX + 4}px;gap:3px;"
-        f'font-size:11px;line-height:17px;text-indent:3px;white-space:nowrap;color:{QUIET}">{"".join(cells)}</div>'
-    )
-    return grid + _fragmentation(state)
-
-
-def _fragmentation(state: TraceState) -> str:
-    """What the slots of the pool are used for: a bar and its numbers."""
-    total = max(1, state.fragmentation.total)
-    cells, keys, said = [], [], []
-    for part, (name, color, hatch) in PARTS.items():
-        count = getattr(state.fragmentation, part)
-        said.append(f"{count} {name}")
-        keys.append(html.key(f"{name} {count}", color, hatch))
-        if count:
-            cells.append(
-                f'<div title="{count} of {total} slots {name}" style="flex:{count} 1 0;min-width:2px;'
-                f'{html.fill(color, hatch)}"></div>'
-            )
-    return (
-        f'<div role="img" aria-label="Slots: {"; ".join(said)}; of {total}." style="display:flex;height:12px;'
-        f'margin-top:8px;border:1px solid {INK};border-radius:3px;overflow:hidden">{"".join(cells)}</div>'
-        f"{html.keys(keys)}"
-    )
-
-
-def _block_cells(state: TraceState, header: dict[str, Any], colors: dict[str, str]) -> list[str]:
-    """One cell per block: its number, its holders, and how many of its slots are filled."""
-    size = header["block_size"]
-    filled: dict[int, dict[str, int]] = {}
-    for name, request in state.requests.items():
-        for index, block in enumerate(request.block_ids):
-            filled.setdefault(block, {})[name] = max(0, min(size, request.num_computed_tokens - index * size))
-    cells = []
-    for block in range(header["num_blocks"]):
-        counts = filled.get(block, {})
-        names = list(counts)
-        if not names:
-            cells.append(html.cell(f"block {block}, free", block, "", [], LINE))
-            continue
-        shared = f", shared by {len(names)}" if len(names) > 1 else ""
-        text = f"block {block}{shared}: " + ", ".join(f"{name} {counts[name]} of {size} slots" for name in names)
-        label = html.short(names[0]) + (f" +{len(names) - 1}" if shared else "")
-        bars = [_stops([(counts[name], colors[name]), (size - counts[name], colors[name] + "38")]) for name in names]
-        cells.append(html.cell(text, block, label, bars[:MOST_HOLDERS], INK if shared else colors[names[0]]))
-    return cells
-
-
-def _group_cells(state: TraceState, header: dict[str, Any], colors: dict[str, str]) -> list[str]:
-    """One cell per group of neighbouring blocks: how many are held, and by whom."""
-    size = -(-header["num_blocks"] // MOST_GROUPS)
-    holders = state.holders
-    cells = []
-    for first in range(0, header["num_blocks"], size):
-        last = min(first + size, header["num_blocks"]) - 1
-        counts: dict[str, int] = {}
-        for block in range(first, last + 1):
-            for name in holders.get(block, [])[:1]:
-                counts[name] = counts.get(name, 0) + 1
-        held, total = sum(counts.values()), last - first + 1
-        most = sorted(counts, key=lambda name: -counts[name])[:MOST_HOLDERS]
-        listing = ", ".join(f"{name} {counts[name]}" for name in most)
-        others = f", others {held - sum(counts[name] for name in most)}" if len(counts) > len(most) else ""
-        text = f"blocks {first} to {last}: {held} of {total} held" + (f" ({listing}{others})" if held else "")
-        parts = [(counts[name], colors[name]) for name in most]
-        parts += [(held - sum(count for count, _ in parts), QUIET), (total - held, "#FFF")]
-        label = f"{held}/{total}" if held else ""
-        cells.append(html.cell(text, first, label, [_stops(parts)] if held else [], INK if held else LINE))
-    return cells
-
-
-def _stops(parts: Sequence[tuple[int, str]]) -> str:
-    """Colour stops of a gradient whose parts, (size, colour), stand side by side with sharp edges."""
-    total, at, stops = sum(size for size, _ in parts), 0, []
-    for size, color in parts:
-        if size:
-            stops.append(f"{color} {100 * at / total:.3g}% {100 * (at + size) / total:.3g}%")
-        at += size
-    return ",".join(stops)
-
-
-def _tables(state: TraceState, colors: dict[str, str]) -> str:
+def _tables(state: TraceState, colors: dict[str, str], caches: bool) -> str:
     """A row per request that waits, runs, ended in this step or holds blocks: its tokens and its block table."""
     shown = [
         request
@@ -244,7 +138,7 @@ def _tables(state: TraceState, colors: dict[str, str]) -> str:
     if len(shown) > MOST_ROWS:
         shown.sort(key=lambda request: not request.block_ids)
     longest = max((request.max_num_tokens for request in shown), default=1)
-    rows = "".join(_table_row(request, state, colors, longest) for request in shown[:MOST_ROWS])
+    rows = "".join(_table_row(request, state, colors, longest, caches) for request in shown[:MOST_ROWS])
     if len(shown) > MOST_ROWS:
         rows += html.row([f"and {len(shown) - MOST_ROWS} more"], span=4)
     head = "".join(
@@ -259,22 +153,27 @@ def _tables(state: TraceState, colors: dict[str, str]) -> str:
     )
 
 
-def _table_row(request: RequestState, state: TraceState, colors: dict[str, str], longest: int) -> str:
+def _table_row(request: RequestState, state: TraceState, colors: dict[str, str], longest: int, caches: bool) -> str:
     color, name = colors[request.request_id], request.request_id
     kind = _kind(state, name) if name in state.scheduled else ""
     done = f"{request.num_scheduled_tokens} {kind}" if kind else f'<span style="color:{QUIET}">none</span>'
-    most, cached, total = request.max_num_tokens, request.num_computed_tokens, request.num_tokens
+    most, stored, total = request.max_num_tokens, request.num_computed_tokens, request.num_tokens
     bar = (
-        f'<div role="img" aria-label="{cached} of {total} tokens in the cache, at most {most}" style="flex:1 1 60px;'
+        f'<div role="img" aria-label="{stored} of {total} tokens in memory, at most {most}" style="flex:1 1 60px;'
         f'min-width:60px;height:10px"><div style="width:{100 * most / longest:.1f}%;height:10px;position:relative;'
         f'box-sizing:border-box;border:1px solid {LINE};background:#FFF">'
         f'<div style="position:absolute;inset:0 auto 0 0;width:{100 * total / most:.1f}%;'
         f'{html.fill("#FFF", HATCH["empty"])}"></div>'
-        f'<div style="position:absolute;inset:0 auto 0 0;width:{100 * min(cached, total) / most:.1f}%;'
+        f'<div style="position:absolute;inset:0 auto 0 0;width:{100 * min(stored, total) / most:.1f}%;'
         f'background:{color}"></div></div></div>'
     )
     tokens = f'<div style="display:flex;align-items:center;gap:8px">{bar}<span style="flex:0 0 118px;text-align:right">'
-    tokens += f'{cached} / {total} / <span style="color:{QUIET}">{most}</span></span></div>'
+    tokens += f'{stored} / {total} / <span style="color:{QUIET}">{most}</span></span>'
+    if caches:
+        found = request.num_cached_tokens if request.block_ids or request.ended_in_step == state.step else 0
+        told = f"found {found}" if found else ""
+        tokens += f'<span style="flex:0 0 72px;white-space:nowrap;color:{QUIET}">{told}</span>'
+    tokens += "</div>"
     blocks = html.ranges(request.block_ids) or f'<span style="color:{QUIET}">no blocks</span>'
     return html.row([html.chip(request, color, state), done, tokens, blocks])
 

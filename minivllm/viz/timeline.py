@@ -10,6 +10,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from minivllm.trace import Phase, RequestTimes, Span, Trace, request_times
@@ -73,6 +74,9 @@ def _timelines(traces: Mapping[str, Trace], title: str, x: TimeAxis) -> Figure:
             len(rows), sharex=True, squeeze=False, figsize=size, height_ratios=[max(count, 2) for count in rows]
         )
         axes: list[Axes] = list(stack[:, 0])
+        first = min(_edge(trace.steps[0], x, end=False) for trace in traces.values())
+        last = max(_edge(trace.steps[-1], x, end=True) for trace in traces.values())
+        axes[-1].set_xlim(first, last + 0.012 * (last - first))
         for ax, name, trace, requests in zip(axes, traces, traces.values(), histories, strict=True):
             _draw_rows(ax, requests, x, small=height < 0.3)
             ax.set_ylabel(as_text(name))
@@ -80,9 +84,6 @@ def _timelines(traces: Mapping[str, Trace], title: str, x: TimeAxis) -> Figure:
                 _draw_end(ax, trace, x)
         axes[0].set_title(title, pad=6 if len(traces) == 1 else 18)
         axes[-1].set_xlabel(AXIS_LABELS[x])
-        first = min(_edge(trace.steps[0], x, end=False) for trace in traces.values())
-        last = max(_edge(trace.steps[-1], x, end=True) for trace in traces.values())
-        axes[-1].set_xlim(first, last + 0.012 * (last - first))
         if x == "step":
             axes[-1].xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10], integer=True))
         spans = [span for requests in histories for request in requests for span in request.spans]
@@ -95,7 +96,9 @@ def _draw_rows(ax: Axes, requests: Sequence[RequestTimes], x: TimeAxis, small: b
     marker = 3.0 if small else 4.5
     for row, request in enumerate(requests):
         spans = [span for span in _merged(request.spans) if _extent(span, x)[1] > 0]
-        _draw_spans(ax, row, as_text(request.request_id), request_color(row), spans, x)
+        _draw_spans(ax, row, as_text(request.request_id), request_color(row), spans, x, _num_found(request))
+        if _num_found(request):
+            _draw_found(ax, row, request, x, small)
         if request.token_steps and request.first_token_s is not None:
             place = request.token_steps[0] + 1 if x == "step" else request.first_token_s
             ax.plot([place], [row], "o", color="white", markeredgecolor=INK, markersize=marker, label="_first token")
@@ -109,7 +112,7 @@ def _draw_rows(ax: Axes, requests: Sequence[RequestTimes], x: TimeAxis, small: b
     ax.grid(axis="y", visible=False)
 
 
-def _draw_spans(ax: Axes, row: int, name: str, color: str, spans: Sequence[Span], x: TimeAxis) -> None:
+def _draw_spans(ax: Axes, row: int, name: str, color: str, spans: Sequence[Span], x: TimeAxis, num_found: int) -> None:
     """One container per request, so that the text twin has a line per request."""
     if not spans:
         return
@@ -125,7 +128,37 @@ def _draw_spans(ax: Axes, row: int, name: str, color: str, spans: Sequence[Span]
         edgecolor=[look["edgecolor"] for look in looks],
         hatch=[look["hatch"] for look in looks],
         linewidth=0.5,
-        label=f"{name}: {phases}",
+        label=f"{name}: {phases}{f'; {num_found} found' if num_found else ''}",
+    )
+
+
+def _num_found(request: RequestTimes) -> int:
+    """Tokens that it took over from the prefix cache; of answers that branched off, their parent shows them."""
+    started = request.parent_id is None and request.first_scheduled_step is not None
+    return request.num_cached_tokens if started else 0
+
+
+def _draw_found(ax: Axes, row: int, request: RequestTimes, x: TimeAxis, small: bool) -> None:
+    """A wedge where the first prefill begins, and how many tokens were found: left of it, if there is room."""
+    by_step = x == "step"
+    place = (request.first_scheduled_step if by_step else request.first_scheduled_s) or 0
+    ax.plot([place], [row], marker=8, color=INK, markersize=3 if small else 5, label="_found", zorder=4)
+    left, right = ax.get_xlim()
+    at, ha, shift = place, "right", -5
+    if place - left < 0.13 * (right - left):
+        token = request.first_token_step if by_step else request.first_token_s
+        at, ha, shift = place if token is None else token + by_step, "left", 5
+    ax.annotate(
+        f"{_num_found(request)} found",
+        (at, row),
+        xytext=(shift, 0),
+        textcoords="offset points",
+        ha=ha,
+        va="center_baseline",
+        fontsize=5.5 if small else 7,
+        annotation_clip=False,
+        path_effects=[withStroke(linewidth=1.8, foreground="white")] if ha == "right" else [],
+        zorder=5,
     )
 
 
@@ -162,6 +195,8 @@ def _legend(fig: Figure, phases: set[Phase], requests: Sequence[RequestTimes]) -
             look.pop("height")
             handles.append(Patch(**look, linewidth=0.5, label=name))
     line: dict[str, Any] = {"color": INK, "linestyle": "none"}
+    if any(map(_num_found, requests)):
+        handles.append(Line2D([], [], **line, marker=8, markersize=5, label="found in the prefix cache (tokens)"))
     if any(request.first_token_s is not None for request in requests):
         handles.append(Line2D([], [], **line, marker="o", markerfacecolor="white", markersize=4.5, label="first token"))
     reasons = {request.finish_reason for request in requests}

@@ -17,6 +17,7 @@ import pytest
 from minivllm.request import SamplingParams
 from minivllm.viz import export_html, narrate
 from tests.fakes import make_engine, run_to_end, sample_trace
+from tests.viz.shared import shared_trace
 
 CELL = """from minivllm.trace import Trace
 from minivllm.viz import Explorer
@@ -164,6 +165,23 @@ def test_nothing_is_wider_than_the_window(page, tmp_path, width, fields):
         assert cells.evaluate_all(f"cells => cells.filter({hidden}).map(cell => cell.title)") == []
     page.screenshot(path=tmp_path / "busy.png", full_page=True)
     assert (tmp_path / "busy.png").stat().st_size > 10_000
+
+
+def test_shared_cached_found_and_evicted_blocks_fit_their_cells(page, tmp_path):
+    shared = shared_trace()
+    export_html(shared, tmp_path / "shared.html")
+    page.set_viewport_size({"width": 800, "height": 900})
+    opened(page, (tmp_path / "shared.html").as_uri())
+    cells = page.locator("#view [title^=block]")
+    for k in range(len(shared)):
+        page.evaluate(f"go({k})")
+        hidden = "cells => cells.filter(cell => cell.scrollWidth > cell.clientWidth + 1).map(cell => cell.title)"
+        assert cells.evaluate_all(hidden) == []
+    page.evaluate("go(3)")
+    assert cells.nth(0).inner_text() == "0 ×2 B"
+    styles = "cells => cells.map(cell => [getComputedStyle(cell).outlineStyle, getComputedStyle(cell).borderStyle])"
+    assert cells.evaluate_all(styles) == [*[["solid", "solid"]] * 4, *[["none", "solid"]] * 3, ["none", "dashed"]]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 800
 
 
 # The widget in JupyterLab. --------------------------------------------------------------------------------

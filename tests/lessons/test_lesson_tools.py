@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minivllm.kv_cache import hash_block
 from minivllm.lessons import exercises
 from minivllm.lessons.cost import matrix_parameters, pass_cost
 from minivllm.lessons.demo import TextPrinter
@@ -216,6 +217,26 @@ def continuous_steps(output_lens, rows):
     return max(ends)
 
 
+def block_keys(token_ids, block_size, salt):
+    """The right answer to `check_block_keys`."""
+    parent, keys = bytes(32), []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        extra = [("cache_salt", salt)] if salt and not start else []
+        parent = hash_block(parent, token_ids[start : start + block_size], extra)
+        keys.append(parent)
+    return keys
+
+
+def tokens_found(prompts, block_size):
+    """The right answer to `check_tokens_found`."""
+    known, found = set(), []
+    for prompt in prompts:
+        ends = range(block_size, len(prompt), block_size)
+        found.append(next((end - block_size for end in ends if tuple(prompt[:end]) not in known), max(ends, default=0)))
+        known |= {tuple(prompt[:end]) for end in range(block_size, len(prompt) + 1, block_size)}
+    return found
+
+
 def share_of_slots(prompt_lens, output_lens, max_model_len):
     """The right answer to `check_slots`: the last token of an answer is never written."""
     return sum(p + o - 1 for p, o in zip(prompt_lens, output_lens, strict=True)) / (max_model_len * len(prompt_lens))
@@ -228,6 +249,8 @@ def share_of_slots(prompt_lens, output_lens, max_model_len):
         (exercises.check_plan_step, lambda *arguments: tuple(plan_step(*arguments)), 7),
         (exercises.check_continuous_steps, continuous_steps, 5),
         (exercises.check_slots, share_of_slots, 3),
+        (exercises.check_block_keys, block_keys, 6),
+        (exercises.check_tokens_found, tokens_found, 6),
     ],
 )
 def test_a_right_answer_is_right(capsys, check, answer, cases):
@@ -303,3 +326,53 @@ def test_steps_counted_wrongly_are_not_yet_right(capsys, answer, sentence):
 def test_a_share_that_is_nearly_right_is_not_yet_right(capsys, factor):
     assert exercises.check_slots(lambda *arguments: factor * share_of_slots(*arguments)) is False
     assert f"you got {factor * (14 / 128)!r}, it is 0.109375" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        (lambda ids, size, salt: block_keys(ids, size, None), "12 tokens, blocks of 4, salt 'alice'"),
+        (lambda ids, size, salt: [*block_keys(ids, size, salt), b"?" * 32], "12 tokens, blocks of 4, salt None"),
+        (
+            lambda ids, size, salt: [hash_block(bytes(32), ids[s : s + size]) for s in range(0, len(ids), size)],
+            "12 tokens, blocks of 4, salt None",
+        ),
+        (lambda ids, size, salt: ["key"], "you got ['key'], it is ["),
+        (lambda ids, size, salt: block_keys([*ids, *[0] * (-len(ids) % size)], size, salt), "13 tokens, blocks of 4"),
+    ],
+)
+def test_keys_made_wrongly_are_not_yet_right(capsys, answer, what):
+    assert exercises.check_block_keys(answer) is False
+    output = capsys.readouterr().out
+    assert output.startswith("not yet: ") and what in output and "\\x" not in output
+
+
+def all_of_it(prompts, block_size):
+    """Forgets that at least one token is computed."""
+    found = tokens_found([[*prompt, -1] for prompt in prompts], block_size)
+    return [min(count, len(prompt)) for count, prompt in zip(found, prompts, strict=True)]
+
+
+def own_blocks(prompts, block_size):
+    """Knows a block by its own tokens only."""
+    known, found = set(), []
+    for prompt in prompts:
+        blocks = [tuple(prompt[s : s + block_size]) for s in range(0, len(prompt) - block_size + 1, block_size)]
+        hits = [block in known for block in blocks]
+        found.append(min((len(prompt) - 1) // block_size, [*hits, False].index(False)) * block_size)
+        known.update(blocks)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (all_of_it, "for prompts of 32, 32, 33 tokens, blocks of 16 you got [0, 32, 32], it is [0, 16, 32]"),
+        (own_blocks, "blocks of 16 you got [0, 0, 32], it is [0, 0, 16]"),
+        (lambda prompts, size: [0] * len(prompts), "you got [0, 0], it is [0, 32]"),
+    ],
+)
+def test_tokens_counted_wrongly_are_not_yet_right(capsys, answer, sentence):
+    assert exercises.check_tokens_found(answer) is False
+    output = capsys.readouterr().out
+    assert output.startswith("not yet: ") and sentence in output

@@ -337,7 +337,8 @@ def test_a_victim_that_would_have_branched_off_in_this_step_does_so_when_it_is_b
     assert decisions(plan, "preempt") == [Decision("preempt", "P", "no_free_block", "H", 1, 0)]
     assert dict(plan.num_scheduled_tokens) == {"H": 1} and plan.num_samples == {}
     loop.manager.free(nowhere)
-    plan = loop.step(3)
+    plan = loop.step()  # its two full blocks are still there
+    assert decisions(plan, "resume") == [Decision("resume", "P", needed=2, available=8)]
     assert plan.num_samples == {"P": 2} and plan.num_scheduled_tokens["P"] == 2
     branch = loop.scheduler.requests["P/1"]
     loop.end()

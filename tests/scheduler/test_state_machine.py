@@ -12,12 +12,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.scheduler.machine import World, compare
+from tests.scheduler.machine import World, compare, stem
 from tests.scheduler.soak import live, soak
 
 MAX_MODEL_LEN = 32
 MEMORIES = {
     "paged": {"kv_cache": "paged"},
+    "paged, builtin hash": {"kv_cache": "paged", "prefix_caching_hash_algo": "builtin"},
+    "paged, no prefixes": {"kv_cache": "paged", "enable_prefix_caching": False},
     "max": {"kv_cache": "contiguous", "reservation": "max"},
     "pow2": {"kv_cache": "contiguous", "reservation": "pow2"},
     "exact": {"kv_cache": "contiguous", "reservation": "exact"},
@@ -67,11 +69,27 @@ class Machine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         cumulative=st.booleans(),
         again=st.booleans(),
+        begin=st.one_of(
+            st.tuples(st.just("stem"), st.integers(0, 1), st.integers(0, MAX_MODEL_LEN)),
+            st.tuples(st.just("earlier"), st.integers(0, 15), st.just(MAX_MODEL_LEN)),
+        ),
+        salt=st.sampled_from([None, None, "a"]),
+        skip=st.sampled_from([False, False, False, True]),
+        count=st.sampled_from([1, 1, 2]),
     )
-    def add(self, length, max_tokens, n, priority, cumulative, again):
-        name = self.world.free_names()[0] if again and self.world.free_names() else None
-        if len(self.world.unfinished) < 8:
-            self.world.add(length, max_tokens, n, priority, cumulative=cumulative, name=name)
+    def add(self, length, max_tokens, n, priority, cumulative, again, begin, salt, skip, count):
+        kind, number, shared = begin
+        texts = self.world.texts
+        text = texts[number % len(texts)] if kind == "earlier" and texts else stem(number, shared)
+        prompt = {"begin": text, "salt": salt, "skip": skip}
+        for _ in range(count):
+            name = self.world.free_names()[0] if again and self.world.free_names() else None
+            if len(self.world.unfinished) < 8:
+                self.world.add(length, max_tokens, n, priority, cumulative=cumulative, name=name, **prompt)
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.world.reset_prefix_cache()
 
     @precondition(lambda self: self.world.unfinished)
     @rule(data=st.data(), in_flight=st.booleans())
@@ -119,7 +137,7 @@ class Machine(RuleBasedStateMachine):
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_any_order_of_events(memory):
     machine = type("M", (Machine,), {"memory": memory})
-    options = settings(max_examples=100, stateful_step_count=30, deadline=None)
+    options = settings(max_examples=100 if memory in ("paged", "pow2") else 60, stateful_step_count=30, deadline=None)
     run_state_machine_as_test(machine, settings=options)
 
 

@@ -1,7 +1,7 @@
 """Chrome's trace events say what the trace says, and the format is kept."""
 
 import json
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 
@@ -9,6 +9,7 @@ from minivllm.request import SamplingParams
 from minivllm.trace import summarize
 from minivllm.trace.perfetto import ENGINE, REQUESTS, STEPS, trace_events
 from tests.fakes import make_engine, run_to_end, sample_trace
+from tests.viz.shared import PROMPTS, shared_trace
 
 CASES = {"continuous": {}, "static": {"batching": "static"}, "one by one": {"batching": "static", "max_num_seqs": 1}}
 
@@ -66,7 +67,7 @@ def test_slices_of_the_requests_add_up_to_the_tokens(trace):
     assert sum(e["name"] == "rerun" for e in rows) == summary.num_useless_tokens
 
 
-def test_every_step_has_its_slice_and_four_counters(trace):
+def test_every_step_has_its_slice_and_five_counters(trace):
     events = trace_events(trace)
     steps = tracks(events)[ENGINE, STEPS]
     assert [event["name"] for event in steps] == [f"step {k}" for k in range(len(trace))]
@@ -82,8 +83,10 @@ def test_every_step_has_its_slice_and_four_counters(trace):
     assert counters["tokens in step"] == [sum(step["scheduled"].values()) for step in trace.steps]
     assert counters["waiting"] == [len(step.get("waiting", [])) for step in trace.steps]
     assert counters["KV cache usage (%)"] == [round(100 * step["pass_usage"], 2) for step in trace.steps]
+    hits = list(accumulate(sum(step.get("cached", {}).values()) for step in trace.steps))
+    assert counters["prefix cache hits (tokens so far)"] == hits
     assert counters["running"] == [len(s["scheduled"]) - len(s.get("rerun", ())) for s in trace.steps]
-    assert len(counters) == 4
+    assert len(counters) == 5
 
 
 def test_who_waited_before_a_step_began_has_one_slice_for_it():
@@ -97,7 +100,7 @@ def test_who_waited_before_a_step_began_has_one_slice_for_it():
 
 
 def test_a_preempted_request_reads_as_its_story():
-    events = trace_events(sample_trace())
+    events = trace_events(sample_trace(enable_prefix_caching=False))
     story = [(e["name"], e["args"]["steps"]) for e in tracks(events)[REQUESTS, 6] if e["name"] != "decode"]
     assert story == [
         ("queued", [3, 43]),
@@ -109,6 +112,38 @@ def test_a_preempted_request_reads_as_its_story():
     ]
     marks = [(e["name"], e["ts"]) for e in events if e["ph"] == "i" and e["tid"] == 6]
     assert marks == [("first token", 472800), ("ended: length", 793500)]
+
+
+@pytest.mark.parametrize("batching", ["continuous", "static"])
+def test_the_first_prefill_of_a_request_tells_what_it_found(batching):
+    trace = shared_trace(batching=batching, max_num_batched_tokens=32)
+    events = trace_events(trace)
+    prefills = [(e["tid"], e["args"]) for e in events if e["name"] == "prefill"]
+    # A computes 40 tokens in two steps; B finds 32 of them, and its second answer has no prefill; C finds none.
+    assert [(tid, args["tokens"], args.get("num_cached_tokens")) for tid, args in prefills] == [
+        (1, 32, 0),
+        (1, 8, None),
+        (2, 10, 32),
+        (4, 17, 0),
+    ]
+    steps = tracks(events)[ENGINE, STEPS]
+    assert [e["args"]["cached_tokens"] for e in steps if e["args"]["cached_tokens"]] == [32]
+    assert sum(e["args"]["evicted_blocks"] for e in steps) == 1
+
+
+def test_what_a_member_of_a_static_batch_found_is_told_when_its_turn_comes():
+    engine = make_engine(block_size=8, batching="static", max_num_batched_tokens=16)
+    trace = engine.start_recording()
+    for names in ("A", "XB"):
+        for name in names:
+            prompt = PROMPTS.get(name, list(range(90, 106)))
+            engine.add_request(name, prompt, SamplingParams(temperature=0, max_tokens=1))
+        run_to_end(engine)
+    admitted = trace.steps[3]
+    assert admitted["cached"] == {"B": 32} and list(admitted["scheduled"]) == ["X"]
+    found = [e["args"] for e in trace_events(trace) if e["name"] == "prefill" and e["tid"] == 3]
+    assert [(args["steps"], args["tokens"], args["num_cached_tokens"]) for args in found] == [([4, 4], 10, 32)]
+    assert summarize(trace).num_cached_tokens == 32
 
 
 def test_what_came_before_the_trace_begins_with_it():

@@ -37,7 +37,7 @@ def by_name(trace):
 
 def branching(num_blocks=20, **params):
     """A has three answers; B is aborted after six steps."""
-    engine = make_engine(num_blocks=num_blocks, block_size=4)
+    engine = make_engine(num_blocks=num_blocks, block_size=4, enable_prefix_caching=False)
     trace = engine.start_recording()
     sampled = {"temperature": 1.0, "seed": 1}
     engine.add_request("A", list(range(1, 11)), SamplingParams(n=3, **sampled, **({"max_tokens": 4} | params)))
@@ -101,10 +101,20 @@ def test_a_preempted_request_computes_its_tokens_again():
         ("prefill", 56, 56),
         ("decode", 57, 75),
     ]
-    # 12 prompt tokens and 2 outputs were in the cache when it was first thrown out, then 12 and 4.
+    # 12 prompt tokens and 2 outputs were in the cache when it was first thrown out, then 12 and 4; then it found its
+    # first block of 8 again.
+    assert [span.num_recomputed_tokens for span in r5.spans if span.phase == "prefill"] == [0, 14, 8]
+    assert [span.num_tokens for span in r5.spans if span.phase == "prefill"] == [12, 15, 9]
+    assert summary.num_recomputed_tokens == 22 and (summary.num_cached_tokens, r5.num_cached_tokens) == (0, 0)
+    assert [step["cached"] for step in trace.steps if "cached" in step] == [{"R5": 8}]
+
+
+def test_without_a_prefix_cache_a_preempted_request_computes_all_its_tokens_again():
+    trace = sample_trace(enable_prefix_caching=False)
+    summary, r5 = summarize(trace), by_name(trace)["R5"]
     assert [span.num_recomputed_tokens for span in r5.spans if span.phase == "prefill"] == [0, 14, 16]
     assert [span.num_tokens for span in r5.spans if span.phase == "prefill"] == [12, 15, 17]
-    assert summary.num_recomputed_tokens == 30
+    assert (summary.num_recomputed_tokens, summary.num_preemptions) == (30, 2)
 
 
 def test_one_token_has_no_time_per_output_token():

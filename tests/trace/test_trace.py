@@ -54,7 +54,7 @@ def test_the_header_says_what_the_engine_was():
     header = engine.start_recording().header
     assert header == {
         "schema": "minivllm.trace",
-        "version": 1,
+        "version": 2,
         "config": asdict(engine.config),
         "num_blocks": 12,
         "block_size": 8,
@@ -68,11 +68,11 @@ def test_the_header_says_what_the_engine_was():
     ("text", "message"),
     [
         ("", "is empty"),
-        ('{"schema":"minivllm.trace","version":1}\n{"step":0,', "line 2 is no JSON"),
+        ('{"schema":"minivllm.trace","version":2}\n{"step":0,', "line 2 is no JSON"),
         ("step 0\n", "line 1 is no JSON"),
-        ('{"schema":"minivllm.trace","version":1}\n[1]\n', "line 2 is no JSON object"),
-        ('{"schema":"minivllm.trace","version":2}\n', "'minivllm.trace' version 2, .* version 1 is what can be read"),
-        ('{"schema":"other","version":1}\n', "'other' version 1"),
+        ('{"schema":"minivllm.trace","version":2}\n[1]\n', "line 2 is no JSON object"),
+        ('{"schema":"minivllm.trace","version":1}\n', "'minivllm.trace' version 1, .* version 2 is what can be read"),
+        ('{"schema":"other","version":2}\n', "'other' version 2"),
         ("{}\n", "None version None"),
     ],
 )
@@ -254,7 +254,7 @@ def test_recording_can_begin_in_the_middle(batching):
 def two_in_a_pool_of_four(num_steps):
     """An engine that has made some steps: A and B hold all four blocks after the first; B is preempted in the third
     and comes back in the seventh."""
-    engine = make_engine(num_blocks=4, block_size=4, max_model_len=16)
+    engine = make_engine(num_blocks=4, block_size=4, max_model_len=16, enable_prefix_caching=False)
     for name in "AB":
         engine.add_request(name, [1] * 7, GREEDY)
     for _ in range(num_steps):
@@ -314,7 +314,8 @@ def test_preemptions_before_the_recording_are_counted_and_not_told_again():
 
 
 def test_preemptions_before_and_after_the_recording_began_add_up():
-    engine = make_engine(num_blocks=6, block_size=4, max_model_len=24, scheduling_policy="priority")
+    fields = {"scheduling_policy": "priority", "enable_prefix_caching": False}
+    engine = make_engine(num_blocks=6, block_size=4, max_model_len=24, **fields)
     for name in "AB":
         engine.add_request(name, [1] * 3, SamplingParams(temperature=0, max_tokens=20), priority=1)
     while not any(request.num_preemptions for request in engine.scheduler.waiting):
@@ -355,7 +356,8 @@ def test_a_pass_that_broke_off_shows_as_a_preemption_in_the_next_step():
     state = world.trace.state(-1)
     assert (len(world.trace), state.step) == (2, 1)
     assert world.trace.steps[1]["removed"] == world.trace.steps[1]["preempted"] == ["R0"]
-    assert state.requests["R0"].num_preemptions == 1 and state.scheduled == {"R0": 7}
+    assert state.requests["R0"].num_preemptions == 1
+    assert (state.scheduled, state.cached) == ({"R0": 3}, {"R0": 4})  # its first block is still there
 
 
 def test_what_is_recorded_is_plain_json(trace):

@@ -17,6 +17,7 @@ from minivllm.trace import Trace
 from minivllm.viz import Explorer, export_html, narrate, view
 from minivllm.viz.style import request_color
 from tests.fakes import make_engine, run_to_end, sample_trace
+from tests.viz.shared import shared_trace
 
 ENGINES = {
     "continuous": {},
@@ -121,8 +122,9 @@ def test_useless_rows_of_a_static_batch_are_marked():
 def test_blocks_show_holder_fill_and_colour():
     trace = sample_trace()
     html = view(trace.state(0), trace.header)
-    shown = titles(html)
-    assert "block 0: R0 8 of 8 slots" in shown and "block 2: R0 4 of 8 slots" in shown and "block 5, free" in shown
+    shown, key = titles(html), trace.state(0).cached_blocks[0].key[:8]
+    assert f"block 0: R0 8 of 8 slots; can be found by key {key} (filled by R0 in step 0)" in shown
+    assert "block 2: R0 4 of 8 slots" in shown and "block 5, free" in shown
     assert f"{request_color(0)} 0% 50%,{request_color(0)}38 50% 100%" in html
     assert "Memory after the step: 5 of 12 blocks held (42 %), 8 slots each" in texts(html)
     assert "with a token 32" in texts(html) and "free 56" in texts(html)
@@ -131,9 +133,10 @@ def test_blocks_show_holder_fill_and_colour():
 def test_a_shared_block_shows_all_its_holders():
     trace = trace_of_one("A", n=3, temperature=1.0, seed=1)
     html = view(trace.state(0), trace.header)
-    assert "block 0, shared by 3: A 8 of 8 slots, A/1 8 of 8 slots, A/2 8 of 8 slots" in titles(html)
+    by_key = f"can be found by key {trace.state(0).cached_blocks[0].key[:8]} (filled by A in step 0)"
+    assert f"block 0, shared by 3: A 8 of 8 slots, A/1 8 of 8 slots, A/2 8 of 8 slots; {by_key}" in titles(html)
     cell = html[html.index("block 0, shared") :].split("</div>")[0]
-    assert all(request_color(index) in cell for index in range(3)) and "A +2" in cell
+    assert all(request_color(index) in cell for index in range(3)) and "×3 A<" in cell
 
 
 def test_the_queue_marks_the_preempted_and_the_tables_list_blocks_and_tokens():
@@ -183,7 +186,9 @@ def test_a_large_pool_is_summed_up_in_groups_and_stays_small():
 
 def test_a_group_of_blocks_names_its_four_largest_holders_and_counts_the_blocks_of_the_others():
     lengths = {"A": 2, "B": 2, "C": 4, "D": 3, "E": 4}
-    engine = make_engine(num_blocks=1024, block_size=8, max_num_seqs=8, max_num_batched_tokens=256)
+    engine = make_engine(
+        num_blocks=1024, block_size=8, max_num_seqs=8, max_num_batched_tokens=256, enable_prefix_caching=False
+    )
     trace = engine.start_recording()
     for name, num_blocks in lengths.items():
         engine.add_request(name, [1] * (8 * num_blocks), SamplingParams(temperature=0, max_tokens=4))
@@ -211,17 +216,17 @@ def test_a_block_of_more_than_four_holders_names_all_and_draws_four():
     html = view(trace.state(0), trace.header)
     holders = ", ".join(["A 8 of 8 slots", *(f"A/{index} 8 of 8 slots" for index in range(1, 6))])
     cell = html[html.index(f"block 0, shared by 6: {holders}") :].split("</div>")[0]
-    assert cell.count("linear-gradient") == 4 and "A +5" in cell
+    assert cell.count("linear-gradient") == 4 and "×6 A<" in cell
 
 
 def test_the_token_bars_of_all_requests_are_on_one_scale():
-    engine = make_engine(num_blocks=64, block_size=8)
+    engine = make_engine(num_blocks=64, block_size=8, enable_prefix_caching=False)
     trace = engine.start_recording()
     for name, max_tokens in (("short", 10), ("long", 30)):
         engine.add_request(name, [1] * 10, SamplingParams(temperature=0, max_tokens=max_tokens))
     engine.step()
     html = view(trace.state(0), trace.header)
-    bars = [part.split("</td>")[0] for part in html.split("10 of 11 tokens in the cache, at most ")[1:]]
+    bars = [part.split("</td>")[0] for part in html.split("10 of 11 tokens in memory, at most ")[1:]]
     # How wide the bar is (its most tokens, of the largest most), then how far it is filled: tokens so far, and cached.
     assert [re.findall(r"width:([\d.]+%)", bar) for bar in bars] == [
         ["50.0%", "55.0%", "50.0%"],
@@ -241,6 +246,100 @@ def test_many_requests_stay_small():
     html = view(trace.state(3), trace.header)
     assert "and 104 more" in texts(html)  # of 128 that run, 24 are named
     assert len(html) < 150_000
+
+
+# The prefix cache. ----------------------------------------------------------------------------------------
+
+
+def cells(html):
+    """Number of a block to the style of its cell and what is written in it."""
+    found = re.findall(r'<div role="img" title="block (\d+)[^"]*" style="([^"]*)">(.*?)</div>', html)
+    return {int(number): (style, texts(inside)) for number, style, inside in found}
+
+
+def keys_of(state):
+    return {block: cached.key for block, cached in state.cached_blocks.items()}
+
+
+def test_shared_blocks_show_their_count_and_name_all_their_holders():
+    trace = shared_trace()
+    state = trace.state(3)
+    html, keys = view(state, trace.header), keys_of(state)
+    shown = titles(html)
+    for block in range(4):
+        by_key = f"can be found by key {keys[block][:8]} (filled by A in step 0); found by B in this step"
+        assert f"block {block}, shared by 2: B 8 of 8 slots, B/1 8 of 8 slots; {by_key}" in shown
+    assert "block 6, shared by 2: B 2 of 8 slots, B/1 2 of 8 slots" in shown  # not full: nobody can find it
+    assert [inside for _, inside in cells(html).values()] == [
+        *[f"{block} ×2 B" for block in range(4)],
+        f"4 {keys[4][:3]}",
+        "5 ×2 B",
+        "6 ×2 B",
+        "7",
+    ]
+
+
+def test_a_free_block_that_can_be_found_differs_from_an_empty_one():
+    trace = shared_trace()
+    state = trace.state(3)
+    html = view(state, trace.header)
+    key = keys_of(state)[4]
+    assert f"block 4, free; can be found by key {key[:8]} (filled by A in step 0)" in titles(html)
+    assert "block 7, free" in titles(html)
+    (cached, _), (empty, _) = (cells(html)[block] for block in (4, 7))
+    assert f"border:1px solid {request_color(0)}" in cached and "repeating-linear-gradient" in cached
+    assert "border:1px dashed" in empty and "gradient" not in empty
+
+
+def test_found_and_evicted_blocks_have_a_ring_and_the_legend_counts():
+    trace = shared_trace()
+    html, later = (view(trace.state(k), trace.header) for k in (3, 6))
+    ringed = [block for block, (style, _) in cells(html).items() if "outline:2px solid" in style]
+    assert ringed == [0, 1, 2, 3]
+    ringed = [block for block, (style, _) in cells(later).items() if "outline:2px dashed" in style]
+    assert ringed == [4]
+    key = trace.state(6).evicted[0].key[:8]
+    assert f"block 4: C 1 of 8 slots; in this step it was evicted with key {key} (filled by A in step 0)" in titles(
+        later
+    )
+    counts = "held by one {} shared by n (×n) {} free, can be found {} free, nothing to find {} found in this step {} "
+    counts += "evicted in this step {}"
+    assert counts.format(0, 6, 1, 1, 4, 0) in texts(html)
+    assert counts.format(3, 0, 5, 0, 0, 1) in texts(later)
+
+
+def test_the_table_tells_how_many_tokens_were_found():
+    trace = shared_trace()
+    seen = texts(view(trace.state(3), trace.header))
+    assert "B 10 prefill 42 / 43 / 45 found 32 0–3, 5–6" in seen
+    assert "found" not in texts(view(trace.state(6), trace.header)).split("Block tables")[1]
+
+
+@pytest.mark.parametrize("fields", [{"enable_prefix_caching": False}, {"kv_cache": "contiguous"}])
+def test_without_a_prefix_cache_nothing_of_it_is_shown(fields):
+    trace = shared_trace(num_blocks=128, **fields)
+    for k in range(len(trace)):
+        html = view(trace.state(k), trace.header)
+        assert "found" not in texts(html) and "evicted" not in texts(html)
+
+
+def test_groups_of_blocks_count_the_free_ones_that_can_be_found():
+    trace = shared_trace(num_blocks=1024)
+    groups = [title for title in titles(view(trace.state(3), trace.header)) if title.startswith("blocks ")]
+    assert groups[0] == "blocks 0 to 15: 6 of 16 held (B 6), 1 free can be found"
+    assert groups[1] == "blocks 16 to 31: 0 of 16 held"
+
+
+def test_what_was_filled_before_the_trace_says_so():
+    engine = make_engine(num_blocks=8, block_size=8)
+    for name in ("old", "new"):
+        trace = None if name == "old" else engine.start_recording()
+        engine.add_request(name, list(range(1, 10)), SamplingParams(temperature=0, max_tokens=1))
+        run_to_end(engine)
+    key = trace.state(0).cached_blocks[0].key[:8]
+    assert f"block 0, free; can be found by key {key} (filled before the trace)" in titles(
+        view(trace.state(0), trace.header)
+    )
 
 
 # The widget. ----------------------------------------------------------------------------------------------
@@ -332,4 +431,4 @@ def test_three_hundred_steps_make_a_small_page(tmp_path):
     trace = sample_trace(requests, num_blocks=64, max_num_seqs=6, max_num_batched_tokens=64, block_size=16)
     assert len(trace) >= 280
     export_html(trace, tmp_path / "trace.html", steps=range(min(300, len(trace))))
-    assert (tmp_path / "trace.html").stat().st_size < 300_000
+    assert (tmp_path / "trace.html").stat().st_size < 200_000

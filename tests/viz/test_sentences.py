@@ -5,8 +5,9 @@ import pytest
 from minivllm.request import SamplingParams
 from minivllm.trace import RequestState, TraceState
 from minivllm.viz import explain, narrate
-from minivllm.viz.sentences import listed
+from minivllm.viz.wording import listed
 from tests.fakes import make_engine, run_to_end, sample_trace
+from tests.viz.shared import BEGINNING, shared_trace
 
 HEADER = {"config": {}, "num_blocks": 12, "block_size": 8, "token_budget": 32, "max_running": 4}
 CONTIGUOUS = {**HEADER, "config": {"kv_cache": "contiguous"}}
@@ -47,6 +48,35 @@ def branching_trace(**fields):
             decision("resume", needed=20),
             HEADER,
             "R5 resumed after its preemption: 20 tokens are computed again in this step.",
+        ),
+        (
+            decision("admit", needed=22, available=48),
+            HEADER,
+            "R5 admitted: 48 tokens were found in the prefix cache, and 22 tokens are computed in this step.",
+        ),
+        (
+            decision("admit", needed=22, available=48),
+            STATIC,
+            "R5 admitted: it joins the new batch with 22 tokens to compute, and 48 that were found in the prefix "
+            "cache.",
+        ),
+        (
+            decision("resume", needed=1, available=16),
+            HEADER,
+            "R5 resumed after its preemption: 16 tokens were found in the prefix cache, and 1 token is computed again "
+            "in this step.",
+        ),
+        (
+            decision("wait", "prefix", "R1", 64, 32),
+            HEADER,
+            "R5 waits: R1 is computing the block that R5 needs next, and R5 will take it over (32 of its 96 tokens are "
+            "in the prefix cache already).",
+        ),
+        (
+            decision("wait", "prefix", "R1", 96, 0),
+            HEADER,
+            "R5 waits: R1 is computing the block that R5 needs next, and R5 will take it over (none of its 96 tokens "
+            "is in the prefix cache yet).",
         ),
         (decision("resume", needed=9), STATIC, "R5 resumed: it joins the new batch with 9 tokens to compute."),
         (
@@ -144,12 +174,14 @@ def test_the_first_steps_of_a_busy_engine_in_full():
             "R0 admitted: all its 20 tokens are computed in this step.",
             "R1 admitted: 12 of its 40 tokens are computed in this step.",
             "R2 waits: the token budget of this step is used up (0 of 32 left).",
+            "The prefix cache gains R0's blocks 0–1 and R1's block 3.",
             "R0 puts out its first token.",
         ],
         [
             "R2 admitted: 3 of its 8 tokens are computed in this step.",
             "R1 computes tokens 13 to 40 of its prompt of 40.",
             "R0 decodes one token.",
+            "The prefix cache gains R1's blocks 4–7.",
             "R1 puts out its first token.",
         ],
     ]
@@ -218,6 +250,102 @@ def test_branches_share_their_blocks_and_copy_on_write():
         "A writes into a block that others read too, and gets its own copy: block 1 → 3.",
         "A/1 writes into a block that others read too, and gets its own copy: block 1 → 4.",
         "Four requests decode one token each.",
+    ]
+
+
+def test_one_branch_is_told_of_in_the_singular():
+    told = narrate(shared_trace().state(3), HEADER)
+    assert "B/1 branches off from B, and shares its blocks." in told
+
+
+def test_what_the_prefix_cache_gives_gains_and_loses_is_told_step_by_step():
+    trace = shared_trace()
+    assert {k: narrate(trace.state(k), trace.header) for k in (0, 3, 6)} == {
+        0: [
+            "A admitted: all its 40 tokens are computed in this step.",
+            "The prefix cache gains A's blocks 0–4.",
+            "A puts out its first token.",
+        ],
+        3: [
+            "B admitted: 32 of its 42 tokens were found in the prefix cache, and the other 10 are computed in this "
+            "step.",
+            "The prefix cache gains B's block 5.",
+            "B/1 branches off from B, and shares its blocks.",
+            "B and B/1 put out their first token.",
+        ],
+        6: [
+            "C admitted: all its 17 tokens are computed in this step.",
+            "The prefix cache loses A's block 4.",
+            "The prefix cache gains C's blocks 6–7.",
+            "C puts out its first token.",
+        ],
+    }
+
+
+def test_a_chunk_behind_what_was_found_is_told():
+    told = all_sentences(shared_trace(max_num_batched_tokens=8))
+    assert (
+        "B admitted: 32 of its 42 tokens were found in the prefix cache, and 8 of the other 10 are computed in this "
+        "step."
+    ) in told
+    assert "B computes tokens 41 to 42 of its prompt of 42." in told
+
+
+def test_who_waits_for_a_block_that_another_computes_is_told_and_so_what_it_found():
+    engine = make_engine(block_size=8, max_num_batched_tokens=64)
+    trace = engine.start_recording()
+    for name in ("first", "second"):
+        engine.add_request(name, [*BEGINNING, len(name)], SamplingParams(temperature=0, max_tokens=2))
+    run_to_end(engine)
+    assert (
+        "second waits: first is computing the block that second needs next, and second will take it over (none of its "
+        "33 tokens is in the prefix cache yet)."
+    ) in narrate(trace.state(0), trace.header)
+    assert narrate(trace.state(1), trace.header)[0] == (
+        "second admitted: 32 of its 33 tokens were found in the prefix cache, and the other 1 is computed in this step."
+    )
+
+
+def test_a_branch_that_comes_back_finds_its_own_blocks():
+    engine = make_engine(num_blocks=8, block_size=8)
+    trace = engine.start_recording()
+    engine.add_request("A", BEGINNING, SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=20))
+    run_to_end(engine)
+    state = next(state for state in trace.states() if any(d["kind"] == "resume" for d in state.decisions))
+    [resumed] = [d for d in state.decisions if d["kind"] == "resume"]
+    name, found = resumed["request_id"], resumed["available"]
+    total = state.requests[name].num_tokens - state.sampled.get(name, 0)
+    assert (name, found, total) == ("A/1", 40, 49)
+    assert explain(resumed, state, trace.header) == (
+        f"{name} resumed after its preemption: {found} of its {total} tokens were found in the prefix cache, and the "
+        f"other {total - found} are computed again in this step."
+    )
+
+
+def test_a_text_that_is_found_in_another_block_too_is_neither_gained_nor_lost():
+    engine = make_engine(block_size=8)
+    trace = engine.start_recording()
+    for name in "AB":  # B computes everything itself, and its blocks are evicted when it ends
+        params = SamplingParams(temperature=0, max_tokens=3 - (name == "B"), skip_reading_prefix_cache=name == "B")
+        engine.add_request(name, BEGINNING, params)
+    run_to_end(engine)
+    assert [block.block_id for block in trace.state(1).evicted] == [7, 6, 5, 4]
+    told = [sentence for sentence in all_sentences(trace) if "prefix cache" in sentence]
+    assert told == ["The prefix cache gains A's blocks 0–3."]
+
+
+def test_what_could_be_found_before_the_trace_is_told_once():
+    engine = make_engine(block_size=8)
+    for length in (9, 33):
+        engine.add_request("old", [*BEGINNING[: length - 1], 99], SamplingParams(temperature=0, max_tokens=1))
+        run_to_end(engine)
+    trace = engine.start_recording()
+    engine.add_request("new", [7] * 9, SamplingParams(temperature=0, max_tokens=2))
+    run_to_end(engine)
+    told = [sentence for sentence in all_sentences(trace) if "prefix cache" in sentence]
+    assert told == [
+        "4 blocks could be found in the prefix cache when the trace began.",
+        "The prefix cache gains new's block 4.",
     ]
 
 
