@@ -100,6 +100,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or a list of them, through the model's chat template.
 
@@ -107,6 +108,7 @@ class LLM:
             messages: dicts with `role` and `content`, or a list of such lists.
             sampling_params: as in `generate`.
             use_tqdm: as in `generate`.
+            cache_salt: of all these conversations; None has none. See `Prompt`.
 
         Raises:
             ValueError: as in `generate`; no message; no chat template; a message of another form.
@@ -118,7 +120,10 @@ class LLM:
         chats = [messages] if isinstance(messages[0], dict) else messages
         texts = [render_chat(self.tokenizer, chat) for chat in chats]
         ids = [encode(self.tokenizer, text, add_special_tokens=False) for text in texts]
-        outputs = self._run(ids, sampling_params, use_tqdm)
+        prompts: list[Prompt] = list(ids)
+        if cache_salt is not None:
+            prompts = [{"prompt_token_ids": tokens, "cache_salt": cache_salt} for tokens in ids]
+        outputs = self._run(prompts, sampling_params, use_tqdm)
         return [replace(output, prompt=text) for output, text in zip(outputs, texts, strict=True)]
 
     def reconfigure(self, **fields: Any) -> "LLM":

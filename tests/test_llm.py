@@ -285,6 +285,21 @@ def test_reconfigure_keeps_weights_and_refuses_what_needs_others(llm):
         llm.reconfigure(max_seqs=1)
 
 
+def test_conversations_share_blocks_with_those_of_their_salt_only(llm, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    llm = llm.reconfigure(block_size=4)
+    chat = [{"role": "user", "content": "w5 w6 w7 w8 w9 w10"}]
+    greedy = SamplingParams(temperature=0, max_tokens=2)
+
+    def found(salt):
+        [output] = llm.chat(chat, greedy, use_tqdm=False, cache_salt=salt)
+        return output.num_cached_tokens > 0
+
+    assert [found(salt) for salt in (None, "a", None, "b", "a", "b")] == [False, False, True, False, True, True]
+    with pytest.raises(ValueError, match="cache_salt must be a non-empty string, got ''"):
+        llm.chat(chat, greedy, use_tqdm=False, cache_salt="")
+
+
 def test_chat_without_a_template_or_with_bad_messages_is_refused(llm):
     with pytest.raises(ValueError, match="no chat template"):
         llm.chat([{"role": "user", "content": "hi"}])

@@ -16,7 +16,7 @@ MOST_ROWS, MOST_NAMED = 240, 60  # rows that are drawn, and rows that all have t
 FREE, HELD, HIT, EVICTED = "#B9DFF5", PALETTE[0], PALETTE[6], PALETTE[5]
 
 
-def eviction_timeline(trace: Trace, title: str | None = None) -> Figure:
+def eviction_timeline(trace: Trace, *, title: str | None = None) -> Figure:
     """When which block could be found: from the step that filled it to the step in which it was handed out anew.
 
     Blocks that never could are left out; where there are many, neighbours share a row.

@@ -52,7 +52,7 @@ def lookups(trace: Trace) -> list[Lookup]:
     ]
 
 
-def hit_rate(trace: Trace, window: int | None = None, title: str | None = None) -> Figure:
+def hit_rate(trace: Trace, *, window: int | None = None, title: str | None = None) -> Figure:
     """How much of its tokens each request found when it was admitted, and what that comes to.
 
     The line is the share of all tokens looked for so far. Requests that came back after they had lost their memory
@@ -134,7 +134,7 @@ def _draw_points(
             ax.annotate(f"×{number}", point, xytext=(5, 3), textcoords="offset points", fontsize=8, color=color)
 
 
-def ttft_cold_warm(traces: Trace | Mapping[str, Trace], unit: TTFTUnit = "step", title: str | None = None) -> Figure:
+def ttft_cold_warm(traces: Trace | Mapping[str, Trace], *, unit: TTFTUnit = "step", title: str | None = None) -> Figure:
     """Time to first token of every request against the prompt tokens that it had to compute itself.
 
     A cold request found nothing in the prefix cache, a warm one found something. Of two traces with few requests, a
@@ -173,9 +173,9 @@ def ttft_cold_warm(traces: Trace | Mapping[str, Trace], unit: TTFTUnit = "step",
                 of = f"{as_text(name)}, " if name else ""
                 what = "nothing" if kind == "cold" else "a part"
                 label = f"{of}{kind}: {what} found ({len(chosen)})"
-                face = color if kind == "cold" else "white"
+                face = color if kind == "cold" else "none"
                 _draw_points(ax, chosen, color, marker, face, label, count=unit == "step")
-        ax.set(title=title or "Time to first token follows what is left to compute")
+        ax.set(title=title or "Time to first token, and tokens left to compute")
         ax.set(xlabel="prompt tokens that the request had to compute", ylim=(-0.03 * top, 1.08 * top), xlim=(0, None))
         ax.set_ylabel("TTFT (steps)" if unit == "step" else "TTFT (s)")
         if unit == "step":

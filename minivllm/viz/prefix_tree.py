@@ -27,7 +27,7 @@ INCHES = 5.6  # width of the axes, about
 
 
 def prefix_tree(
-    trace: Trace, step: int = -1, labels: Mapping[str, str] | None = None, title: str | None = None
+    trace: Trace, *, step: int = -1, labels: Mapping[str, str] | None = None, title: str | None = None
 ) -> Figure:
     """Every block that can be found after a step, each behind the one before it in the text.
 

@@ -45,7 +45,7 @@ def bars(figure):
 
 
 def test_a_tree_has_a_line_per_run_of_blocks_with_its_holders(trace):
-    figure = viz.prefix_tree(trace, 3)
+    figure = viz.prefix_tree(trace, step=3)
     assert twin(figure) == [
         "axes 0: 'The prefix cache after step 3: 6 blocks can be found' "
         "x='block of the text, counted from 0 (8 tokens each)' y=''",
@@ -69,7 +69,7 @@ def test_the_last_step_is_drawn_unless_another_is_named(trace):
 def test_blocks_stand_at_their_place_and_parents_between_their_children(trace):
     places = {
         label: [(round(bar.get_x(), 2), bar.get_y() + bar.get_height() / 2) for bar in found]
-        for label, found in bars(viz.prefix_tree(trace, 3)).items()
+        for label, found in bars(viz.prefix_tree(trace, step=3)).items()
     }
     assert list(places.values()) == [
         [(0, pytest.approx(0.5)), (1, pytest.approx(0.5)), (2, pytest.approx(0.5)), (3, pytest.approx(0.5))],
@@ -79,14 +79,14 @@ def test_blocks_stand_at_their_place_and_parents_between_their_children(trace):
 
 
 def test_outlines_are_wider_where_more_hold_and_colours_paler_where_nobody_did_for_long(trace):
-    both, old, _ = bars(viz.prefix_tree(trace, 3)).values()
+    both, old, _ = bars(viz.prefix_tree(trace, step=3)).values()
     assert both[0].get_linewidth() > old[0].get_linewidth()
     now, older = both[0].get_facecolor(), old[0].get_facecolor()
     assert sum(older[:3]) > sum(now[:3])
 
 
 def test_a_request_may_go_by_another_name_at_its_end(trace):
-    assert written(viz.prefix_tree(trace, 3, labels={"A": "the first", "B": "a $ question"}))[-2:] == [
+    assert written(viz.prefix_tree(trace, step=3, labels={"A": "the first", "B": "a $ question"}))[-2:] == [
         "filled by the first",
         r"a \$ question and B/1",
     ]
@@ -125,7 +125,7 @@ def test_blocks_of_one_text_are_one_node():
 
 def test_a_block_whose_parent_is_lost_is_drawn_as_unreachable(trace):
     trace.steps[5].setdefault("cache", []).append({"evict": 1})
-    figure = viz.prefix_tree(trace, 5)
+    figure = viz.prefix_tree(trace, step=5)
     assert twin(figure)[1:-1] == [
         "bars 'place 0: block 0, free, used in this step' n=1: 0.74",
         "bars 'place 0–1: blocks 2–3, free, used in this step' n=2: 0.74, 0.74",
@@ -148,7 +148,7 @@ def test_keys_without_parents_do_not_send_the_tree_round_in_circles():
     nodes = [node for top in trees for node in walk(top)]
     assert sorted(block for node in nodes for block in node.block_ids) == sorted(state.cached_blocks)
     assert len({node.key for node in nodes}) == len(nodes) == 2
-    viz.prefix_tree(trace, 0)
+    viz.prefix_tree(trace, step=0)
 
 
 def test_two_hundred_blocks_are_all_drawn_and_fit_a_page():
@@ -170,7 +170,7 @@ def test_a_state_without_cached_blocks_is_refused():
     with pytest.raises(ValueError, match="after step 75 no block can be found: choose a later step, or cache prefixes"):
         viz.prefix_tree(sample_trace(enable_prefix_caching=False))
     with pytest.raises(ValueError, match="there is no step 76"):
-        viz.prefix_tree(sample_trace(), 76)
+        viz.prefix_tree(sample_trace(), step=76)
 
 
 # The hit rate. --------------------------------------------------------------------------------------------
