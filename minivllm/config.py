@@ -44,6 +44,7 @@ class EngineConfig:
             "exact". None with paged memory, which reserves nothing.
         batching: "continuous", or "static": a batch runs until its slowest member ends (with max_num_seqs=1 there
             is no batching at all).
+        attention_backend: "torch", "triton" (kernels, for a CUDA card), or "auto": triton where there is a card.
 
     Raises:
         ValueError: a field has the wrong type or is out of range, or two contradict each other; the message
@@ -70,6 +71,7 @@ class EngineConfig:
     kv_cache: str = "paged"
     reservation: str | None = None
     batching: str = "continuous"
+    attention_backend: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("model", "device"):
@@ -161,6 +163,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "kv_cache": ("paged", "contiguous"),
     "reservation": (None, "max", "pow2", "exact"),
     "batching": ("continuous", "static"),
+    "attention_backend": ("auto", "torch", "triton"),
 }
 
 

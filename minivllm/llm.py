@@ -194,7 +194,7 @@ class LLM:
         self.engine = LLMEngine(
             config,
             make_scheduler(config, manager),
-            ModelRunner(self.model, self.kv_cache_size.num_blocks, config.block_size),
+            ModelRunner(self.model, self.kv_cache_size.num_blocks, config.block_size, config.attention_backend),
             ModelLimits(self.model.config.vocab_size, self.max_model_len, self.eos_token_ids),
             self.tokenizer,
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minivllm.config import EngineConfig
-from minivllm.model.attention import KVCache, PagedAttention, PassRow, pack_rows
+from minivllm.model.attention import Attention, KVCache, PagedAttention, PassRow, pack_rows
 from minivllm.model.decoder import Decoder
 from minivllm.request import MAX_SEED, SamplingParams
 from minivllm.sampler import Sampler
@@ -69,11 +69,17 @@ class ModelRunner:
     Attributes:
         model: the decoder.
         cache: keys and values of all blocks.
+        attention: the back end: makes the `attend` of a pass.
     """
 
-    def __init__(self, model: Decoder, num_blocks: int, block_size: int) -> None:
-        """Makes the cache that block numbers stand for."""
+    def __init__(self, model: Decoder, num_blocks: int, block_size: int, attention_backend: str = "auto") -> None:
+        """Makes the cache that block numbers stand for.
+
+        Raises:
+            ValueError: a back end that can't run here; see `resolve_attention`.
+        """
         self.model = model
+        self.attention = resolve_attention(attention_backend, model.device, model.dtype)
         self.cache = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
         self.sampler = Sampler()
         self._rows: dict[str, RequestRow] = {}
@@ -139,7 +145,7 @@ class ModelRunner:
         """One pass. Returns the drawn tokens of every row; -1 where what they come from was not finite."""
         rows = [PassRow(item.row.token_ids, item.start, item.end, item.row.block_ids) for item in scheduled]
         metadata, input_ids, positions = pack_rows(rows, self.cache.block_size, self.model.device)
-        attend = PagedAttention(self.cache, metadata, self.model.config.sliding_window)
+        attend = self.attention(self.cache, metadata, self.model.config.sliding_window)
         hidden = self.model(input_ids, positions, attend)
         drawn: list[list[int]] = [[] for _ in scheduled]
         if len(input_ids) > len(rows) or not all(item.num_samples for item in scheduled):
@@ -169,6 +175,24 @@ def _not_finite(hidden: Tensor, query_start_loc: Tensor) -> list[int]:
     return (broken[1:] > broken[:-1]).nonzero().flatten().tolist()
 
 
+def resolve_attention(name: str, device: torch.device, dtype: torch.dtype) -> type[Attention]:
+    """The back end of a name: "torch", "triton", or "auto": Triton's kernels on a CUDA card, plain torch elsewhere.
+
+    Raises:
+        ValueError: "triton" where it is not installed, or can't compute on this device or in this type.
+    """
+    if name == "torch" or (name == "auto" and (device.type != "cuda" or dtype == torch.float64)):
+        return PagedAttention
+    try:
+        from minivllm.kernels.backend import TritonAttention, check_backend
+    except ModuleNotFoundError as error:
+        if name == "auto":
+            return PagedAttention
+        raise ValueError(f"attention_backend is 'triton' and {error}: Triton exists for Linux; take 'torch'") from None
+    check_backend(device, dtype)
+    return TritonAttention
+
+
 NOT_FINITE = (
     "the model's logits are NaN or infinite: its weights are broken, or its numbers overflow in float16 (take "
     "bfloat16 or float32)"
@@ -192,7 +216,7 @@ def profile_pass(model: Decoder, config: EngineConfig) -> None:
                 NewRequest(str(index), [0] * length, length - count, blocks, params, seed=0, num_prompt_tokens=length)
             )
             plan.num_scheduled_tokens[str(index)] = count
-        runner = ModelRunner(model, table, config.block_size)
+        runner = ModelRunner(model, table, config.block_size, config.attention_backend)
         for memory in (runner.cache.keys, runner.cache.values):
             memory.zero_()  # the last chunk reads what no chunk before it has written
         output = runner.execute(plan)

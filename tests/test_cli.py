@@ -67,6 +67,7 @@ def test_every_option_of_an_engine_arrives_in_it(command, tiny_folder, capsys, m
         "kv_cache": "contiguous",
         "reservation": "pow2",
         "batching": "static",
+        "attention_backend": "torch",
     }
     assert set(values) == {field.name for field in fields(minivllm.EngineConfig)}
     arguments = []

@@ -1,10 +1,13 @@
 """Device and dtype are resolved by one documented rule."""
 
+import sys
+
 import pytest
 import torch
 
 from minivllm import device
 from minivllm.device import has_bf16_matrix_units, resolve_device, resolve_dtype
+from minivllm.runner import resolve_attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -49,3 +52,25 @@ def test_the_probe_for_matrix_units_answers_on_any_machine(monkeypatch):
     assert has_bf16_matrix_units() in (True, False)
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported", raising=False)
     assert has_bf16_matrix_units() is False
+
+
+def test_the_kernels_are_for_cuda_and_torch_for_everything_else():
+    assert resolve_attention("auto", CPU, torch.float32) is resolve_attention("torch", CUDA, torch.float16)
+    assert resolve_attention("auto", CUDA, torch.float64).__name__ == "PagedAttention"
+    pytest.importorskip("triton")
+    assert resolve_attention("auto", CUDA, torch.bfloat16).__name__ == "TritonAttention"
+    with pytest.raises(
+        ValueError, match="attention_backend is 'triton' and the device is cpu: the kernels need a CUDA"
+    ):
+        resolve_attention("triton", CPU, torch.float32)
+    with pytest.raises(ValueError, match=r"in float16, bfloat16 or float32, and the dtype is torch.float64"):
+        resolve_attention("triton", CUDA, torch.float64)
+
+
+def test_without_triton_the_kernels_are_refused_and_auto_takes_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in [name for name in sys.modules if name.startswith("minivllm.kernels.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert resolve_attention("auto", CUDA, torch.float16).__name__ == "PagedAttention"
+    with pytest.raises(ValueError, match="Triton exists for Linux"):
+        resolve_attention("triton", CUDA, torch.float16)

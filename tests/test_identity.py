@@ -40,7 +40,7 @@ def build_engine(model, num_blocks, block_size=16, keep_finished_rows=True, **fi
         scheduler = StaticScheduler(config, manager, keep_finished_rows)
     else:
         scheduler = ContinuousScheduler(config, manager)
-    runner = ModelRunner(model, num_blocks, block_size)
+    runner = ModelRunner(model, num_blocks, block_size, config.attention_backend)
     runner.cache.keys.fill_(float("nan"))
     runner.cache.values.fill_(float("nan"))
     execute, runner.failures = runner.execute, []

@@ -7,7 +7,7 @@ float type works; scores and weights are computed in float32 at least.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,12 +29,16 @@ class AttentionMetadata:
             beyond a request's length may be anything.
         slot_mapping: `[num_tokens]`, where each new token's key and value go: block * block_size + offset;
             -1 for a padding token, which is not stored.
+        max_query_len: most tokens of a request in the pass; a bound, where the tensors are not to be looked into.
+        max_seq_len: most tokens of a request in the cache, likewise.
     """
 
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
     slot_mapping: Tensor
+    max_query_len: int = 1
+    max_seq_len: int = 1
 
     @cached_property
     def row_groups(self) -> list[tuple[int, Tensor]]:
@@ -116,6 +120,8 @@ def pack_rows(
         seq_lens=tensor([row.end for row in rows]),
         block_table=tensor([[*row.block_ids, *[0] * (longest - len(row.block_ids))] for row in rows]),
         slot_mapping=tensor(slots),
+        max_query_len=max(row.end - row.start for row in rows),
+        max_seq_len=max(row.end for row in rows),
     )
     return metadata, tensor(input_ids), tensor(positions)
 
@@ -153,6 +159,14 @@ class KVCache:
         for source, target in copies:
             self.keys[:, target] = self.keys[:, source]
             self.values[:, target] = self.values[:, source]
+
+
+class Attention(Protocol):
+    """A back end: made for a pass, called once per layer."""
+
+    def __init__(self, cache: KVCache, metadata: AttentionMetadata, windows: tuple[int | None, ...]) -> None: ...
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 class PagedAttention:

@@ -1,0 +1,60 @@
+"""The Triton back end of attention: what the kernels are launched with, pass by pass."""
+
+import os
+
+import torch
+from torch import Tensor
+
+from minivllm.kernels.launch import choose_launch
+from minivllm.kernels.paged_attention import paged_attention
+from minivllm.kernels.reshape_and_cache import reshape_and_cache
+from minivllm.model.attention import AttentionMetadata, KVCache
+
+MOST_SPLITS = 16
+LEAST_KEYS = 256  # per split: below, merging costs more than it saves
+INTERPRETED = (101_376, 1)  # what stands for a card's limits where there is none
+
+
+class TritonAttention:
+    """The `attend` of one pass over a paged cache, in place of `minivllm.model.attention.PagedAttention`."""
+
+    def __init__(self, cache: KVCache, metadata: AttentionMetadata, windows: tuple[int | None, ...]) -> None:
+        self.cache, self.metadata, self.windows = cache, metadata, windows
+        self.shared_limit, self.num_processors = card_limits(cache.keys.device)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores the new keys and values of a layer, then attends; all shapes `[num_tokens, heads, head_dim]`."""
+        keys, values, m = self.cache.keys[layer], self.cache.values[layer], self.metadata
+        reshape_and_cache(k, v, keys, values, m.slot_mapping)
+        num_kv_heads, head_dim = k.shape[1:]
+        launch = choose_launch(head_dim, q.shape[1] // num_kv_heads, q.itemsize, self.shared_limit, m.max_query_len)
+        num_tiles = len(q) // launch.block_q + len(m.seq_lens)
+        num_splits = choose_splits(num_tiles * num_kv_heads, m.max_seq_len, self.num_processors)
+        where = (m.query_start_loc, m.seq_lens, m.block_table)
+        return paged_attention(q.contiguous(), keys, values, *where, launch, self.windows[layer], num_splits)[0]
+
+
+def choose_splits(num_programs: int, max_seq_len: int, num_processors: int) -> int:
+    """Into how many parts the keys are split: as many as give every multiprocessor two programs, and no split less than
+    `LEAST_KEYS` keys of the longest request. Large batches and short texts are not split."""
+    return max(1, min(2 * num_processors // num_programs, max_seq_len // LEAST_KEYS, MOST_SPLITS))
+
+
+def card_limits(device: torch.device) -> tuple[int, int]:
+    """Shared memory that a program may use, in bytes, and the number of multiprocessors."""
+    if device.type != "cuda":
+        return INTERPRETED
+    card = torch.cuda.get_device_properties(device)
+    shared = getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)
+    return shared, card.multi_processor_count
+
+
+def check_backend(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError where the kernels can't run."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"the Triton kernels compute in float16, bfloat16 or float32, and the dtype is {dtype}")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"attention_backend is 'triton' and the device is {device.type}: the kernels need a CUDA card; leave "
+            "attention_backend 'auto' (with TRITON_INTERPRET=1 in the environment they are interpreted, very slowly)"
+        )

@@ -1,0 +1,210 @@
+"""The kernels give what their torch references give.
+
+They run on a GPU where there is one, else in Triton's interpreter, which needs a process of its own:
+`test_interpreter.py` starts it on this file.
+"""
+
+import os
+from itertools import combinations, pairwise, product
+
+import pytest
+import torch
+
+from minivllm import SamplingParams
+from minivllm.model.attention import PassRow, masked_attention, pack_rows, write_kv
+from minivllm.model.attention import paged_attention as reference
+from tests.conftest import hf_generate
+from tests.lessons.test_naive import random_prompts
+from tests.test_identity import build_engine, run_staggered
+
+triton = pytest.importorskip("triton")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("test_interpreter.py runs this file in a process of its own", allow_module_level=True)
+
+from minivllm.kernels.backend import choose_splits  # noqa: E402
+from minivllm.kernels.launch import choose_launch  # noqa: E402
+from minivllm.kernels.paged_attention import merge_kernel, paged_attention  # noqa: E402
+from minivllm.kernels.reshape_and_cache import reshape_and_cache  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LIMIT = 101_376  # of an sm_89 card
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+HEAD_DIMS, RATIOS = (64, 80, 96, 112, 128, 256), (3, 1, 5, 7, 8, 17, 32)
+DTYPES, BLOCK_SIZES = (torch.float32, torch.float16, torch.bfloat16), (1, 8, 16, 24, 48)
+PAIRWISE = [
+    (HEAD_DIMS[i], RATIOS[j], DTYPES[(i + 2 * j) % 3], BLOCK_SIZES[(i + j) % 5])
+    for i, j in product(range(len(HEAD_DIMS)), range(len(RATIOS)))
+]
+MIXED = [(1, 17), (5, 5), (1, 1), (16, 40), (1, 15), (17, 17), (1, 16)]  # (query tokens, all tokens) of each request
+
+
+class Case:
+    """A pool full of NaN but for what the rows have stored, and their queries."""
+
+    def __init__(self, rows, head_dim=64, ratio=3, dtype=torch.float32, block_size=16, kv_heads=2, seed=0):
+        torch.manual_seed(seed)
+        needed = [-(-length // block_size) for _, length in rows]
+        shape = (sum(needed) + 3, block_size, kv_heads, head_dim)
+        self.keys = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+        self.values = self.keys.clone()
+        free, packed = torch.randperm(shape[0]).tolist(), []
+        for (num_queries, length), count in zip(rows, needed, strict=True):
+            table, free = free[:count], free[count:]
+            packed.append(PassRow([0] * length, length - num_queries, length, table))
+            slots = [table[p // block_size] * block_size + p % block_size for p in range(length)]
+            for memory in (self.keys, self.values):
+                memory.flatten(0, 1)[slots] = torch.randn(length, *shape[2:]).to(memory)
+        self.metadata, ids, _ = pack_rows(packed, block_size, DEVICE)
+        self.q = torch.randn(len(ids), kv_heads * ratio, head_dim).to(device=DEVICE, dtype=dtype)
+        self.launch = choose_launch(head_dim, ratio, self.q.itemsize, LIMIT, max(count for count, _ in rows))
+
+    def run(self, window=None, num_splits=1, launch=None):
+        m = self.metadata
+        where = (m.query_start_loc, m.seq_lens, m.block_table)
+        return paged_attention(self.q, self.keys, self.values, *where, launch or self.launch, window, num_splits)
+
+    def check(self, window=None, num_splits=1, launch=None):
+        """Asserts that kernel and reference agree."""
+        out, lse = self.run(window, num_splits, launch)
+        expected, expected_lse = reference(self.q, self.keys, self.values, self.metadata, window)
+        assert out.isfinite().all() and out.dtype == self.q.dtype
+        assert (out.double() - expected.double()).abs().max() <= TOLERANCE[self.q.dtype]
+        assert (lse - expected_lse).abs().max() <= 1e-4
+
+
+def test_the_grid_holds_every_pair():
+    for left, right in combinations(range(4), 2):
+        sizes = [HEAD_DIMS, RATIOS, DTYPES, BLOCK_SIZES]
+        assert {(case[left], case[right]) for case in PAIRWISE} == set(product(sizes[left], sizes[right]))
+
+
+@pytest.mark.parametrize(("head_dim", "ratio", "dtype", "block_size"), PAIRWISE)
+def test_a_mixed_pass_equals_the_reference(head_dim, ratio, dtype, block_size):
+    Case(MIXED, head_dim, ratio, dtype, block_size, kv_heads=1 if ratio > 8 else 2).check()
+
+
+@pytest.mark.parametrize("num_splits", [1, 4, 16])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 1000])
+def test_splits_change_nothing(length, num_splits):
+    Case([(1, length), (1, 1), (1, 40)]).check(num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("window", [1, 4, 16, 17, 100])
+def test_a_window_ends_where_the_reference_says(window, num_splits):
+    Case([*MIXED, (1, 90), (40, 130)]).check(window, num_splits)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 6, 15, 16])
+def test_every_query_has_a_tile(num_tokens):
+    """Ratio 3 makes tiles of 5 queries and a spare row; 17 makes tiles of one."""
+    for ratio in (3, 17):
+        Case([(num_tokens, num_tokens + 3), (1, 4)], ratio=ratio, kv_heads=1).check(
+            launch=choose_launch(64, ratio, 4, LIMIT)
+        )
+
+
+@pytest.mark.parametrize("ratio", [3, 5, 7])
+def test_no_head_reads_another_ones(ratio):
+    """Every KV head holds a constant of its own, so any mix-up shows."""
+    case = Case(MIXED, ratio=ratio, kv_heads=3)
+    for head in range(3):
+        case.values[:, :, head] = torch.where(case.values[:, :, head].isnan(), torch.nan, float(head + 1))
+    out, _ = case.run()
+    expected = torch.arange(1, 4.0, device=DEVICE).repeat_interleave(ratio)[None, :, None]
+    assert (out - expected).abs().max() < 1e-5
+
+
+def test_padded_rows_are_left_alone():
+    """Length 0 in the middle and behind the end, with a table of nonsense and tokens that belong to nobody."""
+    case = Case([(1, 20), (3, 9)])
+    m, (out, lse) = case.metadata, case.run()
+    table = torch.cat(
+        [m.block_table[:1], m.block_table.new_full((1, m.block_table.shape[1]), 10**6), m.block_table[1:]]
+    )
+    padded_table = torch.cat([table, table[1:2]])
+    starts = torch.tensor([0, 1, 2, 5, 8], device=DEVICE)
+    lens = torch.tensor([20, 0, 9, 0], device=DEVICE)
+    q = torch.cat(
+        [case.q[:1], torch.full_like(case.q[:1], torch.nan), case.q[1:], torch.full_like(case.q[:3], torch.nan)]
+    )
+    for num_splits in (1, 4):
+        found, found_lse = paged_attention(
+            q, case.keys, case.values, starts, lens, padded_table, case.launch, None, num_splits
+        )
+        real, padding = [0, 2, 3, 4], [1, 5, 6, 7]
+        assert (found[real] - out).abs().max() < 1e-6 and (found_lse[real] - lse).abs().max() < 1e-5
+        assert (found[padding] == 0).all() and (found_lse[padding] == -torch.inf).all()
+
+
+def test_merging_two_empty_parts_gives_an_empty_one():
+    parts = torch.zeros(2, 1, 1, 64, device=DEVICE)
+    part_lse = torch.full((2, 1, 1), -torch.inf, device=DEVICE)
+    out, lse = torch.full((1, 1, 64), 7.0, device=DEVICE), torch.zeros(1, 1, device=DEVICE)
+    merge_kernel[(1,)](out, lse, parts, part_lse, 1, HEAD_DIM=64, WIDTH=64, NUM_SPLITS=2, SPLITS=2)
+    assert (out == 0).all() and lse.item() == -torch.inf
+
+
+def test_parts_merge_to_the_whole():
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, length, heads, 80, device=DEVICE) for length, heads in ((1, 4), (30, 4), (30, 4)))
+    visible = torch.ones(1, 1, 30, dtype=torch.bool, device=DEVICE)
+    whole, whole_lse = masked_attention(q, k, v, visible)
+    ends = [0, 4, 4, 29, 30]  # one part is empty
+    parts = [
+        masked_attention(q, k[:, a:b], v[:, a:b], visible[..., a:b])
+        if b > a
+        else (torch.zeros_like(q), torch.full((1, 1, 4), -torch.inf, device=DEVICE))
+        for a, b in pairwise(ends)
+    ]
+    out, lse = torch.empty(1, 4, 80, device=DEVICE), torch.empty(1, 4, device=DEVICE)
+    outs, lses = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    merge_kernel[(4,)](out, lse, outs, lses, 4, HEAD_DIM=80, WIDTH=128, NUM_SPLITS=4, SPLITS=4)
+    assert (out - whole[0]).abs().max() < 1e-6 and (lse - whole_lse[0]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "head_dim", "block_size"), [(3, 64, 16), (1, 80, 1), (2, 112, 24)])
+def test_keys_and_values_go_into_their_slots(dtype, kv_heads, head_dim, block_size):
+    torch.manual_seed(0)
+    shape = (6, block_size, kv_heads, head_dim)
+    keys, values = (torch.full(shape, 9.0, dtype=dtype, device=DEVICE) for _ in range(2))
+    expected = keys.clone(), values.clone()
+    slots = torch.tensor([5, -1, 0, 6 * block_size - 1, -1, 2], device=DEVICE)
+    # As they come out of a fused projection: the tokens stand further apart than their heads are wide.
+    qkv = torch.randn(6, 4 * kv_heads, head_dim).to(device=DEVICE, dtype=dtype)
+    k, v = qkv[:, 2 * kv_heads : 3 * kv_heads].clone(), qkv[:, 3 * kv_heads :]
+    reshape_and_cache(k, v, keys, values, slots)
+    write_kv(k, v, *expected, slots)
+    assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
+    with pytest.raises(ValueError, match=r"6 tokens of \d heads of"):
+        reshape_and_cache(k[:, :, :-1], v, keys, values, slots)
+    if kv_heads == 1:
+        return
+    with pytest.raises(ValueError, match="the heads of a token must be contiguous"):
+        reshape_and_cache(k.mT.contiguous().mT, v, keys, values, slots)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 7}], ids=["full", "window"])
+def test_the_engine_gives_the_same_tokens_on_the_kernels(tiny_pair, changes):
+    """Mixed passes, chunks, a prefix cache and a pool so small that requests are preempted, filled with NaN before."""
+    reference_model, decoder = tiny_pair("Mistral", **changes)
+    decoder = decoder.float().to(DEVICE)
+    prompts = random_prompts([20, 3, 17, 33])
+    prompts.append(prompts[3] + [7])
+    params = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)] * len(prompts)
+    fields = {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 12, "block_size": 8}
+    engine = build_engine(decoder, 12, attention_backend="triton", **fields)
+    assert engine.runner.attention.__name__ == "TritonAttention"
+    outputs = run_staggered(engine, prompts, params, per_step=2)
+    expected = [hf_generate(reference_model, prompt, 6) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == expected and not engine.runner.failures
+
+
+def test_splits_fill_the_card_and_no_more():
+    assert choose_splits(num_programs=3, max_seq_len=4096, num_processors=132) == 16
+    assert choose_splits(num_programs=96, max_seq_len=4096, num_processors=132) == 2
+    assert choose_splits(num_programs=300, max_seq_len=4096, num_processors=132) == 1
+    assert choose_splits(num_programs=3, max_seq_len=600, num_processors=132) == 2
+    assert choose_splits(num_programs=3, max_seq_len=100, num_processors=132) == 1
