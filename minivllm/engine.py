@@ -211,7 +211,8 @@ class LLMEngine:
                 used = manager.num_blocks - manager.num_free_blocks
                 raise ValueError(
                     f"the prefix cache can't be emptied: {used} of {manager.num_blocks} blocks are in use by "
-                    f"{len(self.scheduler.running)} running requests; step until they have ended, or abort them first"
+                    f"{len(self.scheduler.running)} running requests; step until they have ended, or abort them and "
+                    "step"
                 )
 
     def prepare(

@@ -136,6 +136,7 @@ class Request:
         num_computed_tokens: those of them whose keys and values are in the cache.
         block_keys: the keys of its full blocks in the prefix cache, as far as memory has computed them.
         num_cached_tokens: prompt tokens that were found in the cache instead of computed, when it was first admitted.
+        num_found_tokens: tokens that were found when it was admitted last.
         num_preemptions: how often it lost its memory and had to start again.
         stop_reason: for an error, what went wrong.
     """
@@ -159,6 +160,7 @@ class Request:
     num_computed_tokens: int = 0
     block_keys: list[Hashable] = field(default_factory=list)
     num_cached_tokens: int = 0
+    num_found_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None

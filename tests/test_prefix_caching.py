@@ -611,6 +611,47 @@ def test_rows_are_kept_for_who_was_put_off():
     assert names(engine.scheduler.running) == ["A", "B"]
 
 
+def test_who_was_put_off_is_not_overtaken_by_a_long_prompt():
+    """Z would take the tokens of the steps to come as a running request, long before B's turn."""
+    prompts = ("A", prompt_of(33)), ("B", [*prompt_of(33), 7]), ("Z", prompt_of(300, first=300))
+    engine, trace = engine_of(*prompts, num_blocks=200, max_model_len=400, max_num_batched_tokens=64)
+    engine.step()
+    assert decisions(trace)[1:] == [
+        Decision("wait", "B", "prefix", "A", 34, 0),
+        Decision("wait", "Z", "token_budget", None, 300, 31),
+    ]
+    engine.step()
+    assert trace.steps[1]["scheduled"] == {"A": 1, "B": 2, "Z": 61}
+
+
+def test_an_aborted_member_of_a_static_batch_that_only_found_tokens_gives_its_row_up():
+    engine = make_engine(block_size=4, batching="static", max_num_batched_tokens=8, max_num_seqs=4)
+    run(engine, "first", prompt_of(9))
+    trace = engine.start_recording()
+    engine.add_request("long", prompt_of(40, first=300), greedy(2))
+    engine.add_request("S", prompt_of(11), greedy(2))
+    engine.step()
+    assert engine.scheduler.requests["S"].num_computed_tokens == 8
+    engine.abort_request("S")
+    run_to_end(engine)
+    assert not any("S" in step.get("rerun", ()) for step in trace.steps)
+
+
+def test_a_row_is_kept_for_every_answer_of_who_was_put_off():
+    engine = make_engine(block_size=4, max_num_seqs=4)
+    trace = engine.start_recording()
+    engine.add_request("A", prompt_of(10), greedy(4))
+    engine.add_request("B", prompt_of(10), SamplingParams(n=3, temperature=1, max_tokens=4))
+    engine.add_request("Z", prompt_of(10, first=300), greedy(4))
+    engine.step()
+    assert decisions(trace)[1:] == [
+        Decision("wait", "B", "prefix", "A", 10, 0),
+        Decision("wait", "Z", "max_num_seqs", None, 1, 0),
+    ]
+    engine.step()
+    assert names(engine.scheduler.running) == ["A", "B", "B/1", "B/2"]
+
+
 def test_memory_is_kept_for_who_was_put_off():
     """A takes 3 of 8 blocks, and B may need 3 more, so that Z, which needs 3, has to wait."""
     engine, trace = engine_of(
@@ -709,7 +750,7 @@ def test_reset_is_refused_with_the_numbers_while_requests_run():
         engine.add_request(name, prompt_of(40, first=ord(name)), greedy())
     engine.step()
     before = findable(engine)
-    message = "6 of 64 blocks are in use by 2 running requests; step until they have ended, or abort them first"
+    message = "6 of 64 blocks are in use by 2 running requests; step until they have ended, or abort them and step"
     with pytest.raises(ValueError, match=message):
         engine.reset_prefix_cache()
     assert findable(engine) == before and len(before) == 4

@@ -208,8 +208,8 @@ class BlockPool:
                 self._evict(other)
                 self.free_queue.remove(other)
                 self.free_queue.appendleft(other)
-        block.block_hash, block.parent_hash = key, parent
         self._findable.setdefault(key, []).append(block)
+        block.block_hash, block.parent_hash = key, parent
         if self.events is not None:
             self.events.append(CacheEvent("publish", block.block_id, key, parent, request_id))
 

@@ -57,9 +57,12 @@ class ContinuousScheduler(Scheduler):
         """Admits waiting requests in their order; the first that can't come in stops all behind it.
 
         Only one that will find its next block in the next step does not: it is put off, and its row and its memory
-        are left for it.
+        are left for it. Behind it comes in only who needs no tokens of a later step, which are the put-off one's.
         """
         if not self.waiting:
+            return
+        if any(decision.kind == "preempt" for decision in plan.decisions):
+            plan.decisions.append(Decision("wait", self.waiting.peek().request_id, "preempted"))
             return
         num_rows = sum(request.num_samples for request in self.running)
         room = Room(self.token_budget - plan.num_tokens, self.max_running - num_rows, promised)
@@ -75,7 +78,7 @@ class ContinuousScheduler(Scheduler):
         while self.waiting:
             head = Candidate(self.waiting.peek(), self.manager)
             request = head.request
-            obstacle = self._obstacle(head, room, plan)
+            obstacle = self._obstacle(head, room, whole=bool(put_off) or not self._in_pieces(request))
             if obstacle is None and head.next_key is not None:
                 in_progress = self._keys_in_progress(plan) if in_progress is None else in_progress
                 if head.next_key in in_progress:
@@ -115,18 +118,16 @@ class ContinuousScheduler(Scheduler):
                 keys |= dict.fromkeys(self.manager.keys_in_progress(request, count), request.request_id)
         return keys
 
-    def _obstacle(self, head: "Candidate", room: "Room", plan: SchedulerOutput) -> Decision | None:
-        """What keeps a waiting request from being admitted now; None if nothing does.
+    def _obstacle(self, head: "Candidate", room: "Room", whole: bool) -> Decision | None:
+        """What keeps a waiting request from being admitted now, `whole` or with a first piece; None if nothing does.
 
         A request is admitted when there is memory for all its tokens, not only for the first chunk, beside what others
         are promised: or it would be thrown out again before it has computed them.
         """
         request, name = head.request, head.request.request_id
-        if any(decision.kind == "preempt" for decision in plan.decisions):
-            return Decision("wait", name, "preempted")
         if request.num_samples > room.num_rows:
             return Decision("wait", name, "max_num_seqs", None, request.num_samples, room.num_rows)
-        least = 1 if self._in_pieces(request) else head.missing
+        least = head.missing if whole else 1
         if room.budget < least:
             return Decision("wait", name, "token_budget", None, least, room.budget)
         if head.needed + room.promised > self.manager.num_free_blocks:

@@ -235,7 +235,7 @@ class Scheduler(ABC):
         resumed = request.status is RequestStatus.PREEMPTED
         kind: Literal["admit", "resume"] = "resume" if resumed else "admit"
         plan.decisions.append(Decision(kind, request.request_id, needed=count, available=num_cached))
-        request.num_computed_tokens = num_cached
+        request.num_computed_tokens = request.num_found_tokens = num_cached
         if not resumed:
             request.num_cached_tokens = num_cached
         if self.manager.caches_prefixes and not request.skip_reading_prefix_cache:

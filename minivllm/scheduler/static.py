@@ -99,7 +99,7 @@ class StaticScheduler(Scheduler):
 
     def _retire(self, request: Request) -> None:
         """An ended member stays until all have ended, unless nothing of it has been computed."""
-        if request.num_computed_tokens == 0:
+        if request.num_computed_tokens == request.num_found_tokens:
             super()._retire(request)
         if all(member.status is not RequestStatus.RUNNING for member in self.running):
             for member in self.running:

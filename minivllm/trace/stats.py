@@ -56,7 +56,8 @@ class TraceSummary:
 
     @property
     def hit_rate(self) -> float:
-        """Prompt tokens that were found in the prefix cache over all of them, 0 to 1; 0 without prompts."""
+        """Prompt tokens that were found in the prefix cache over all of them, 0 to 1; 0 without prompts. Those of
+        requests that skip reading the cache, or had not begun, count too."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
     @property

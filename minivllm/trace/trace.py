@@ -105,6 +105,7 @@ class TraceState:
         sampled: request to number of tokens put out in this step.
         finished: request to finish reason, for those that ended in this step.
         decisions: what the scheduler decided: dicts with the fields of `Decision`.
+        cached_tables: their block tables in the pass, which begin with what they found.
         copies: block copies (source, target) made before the pass.
         cached_blocks: block to what it can be found by, for those that can be found.
         published: blocks that became findable in this step.
@@ -123,6 +124,7 @@ class TraceState:
     running: list[str] = field(default_factory=list)
     scheduled: dict[str, int] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
+    cached_tables: dict[str, list[int]] = field(default_factory=dict)
     rerun: list[str] = field(default_factory=list)
     sampled: dict[str, int] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)
@@ -277,6 +279,7 @@ def _advance(state: TraceState, step: dict[str, Any]) -> None:
         requests[name].num_tokens = num_tokens
     for name, reason in state.finished.items():
         requests[name].status, requests[name].ended_in_step = reason, step["step"]
+    state.cached_tables = {name: list(requests[name].block_ids) for name in state.cached}
     _advance_cache(state, step)
     state.waiting, state.running = step.get("waiting", []), step.get("running", [])
     for name in requests.keys() - state.running:

@@ -16,7 +16,8 @@ def lost(state: TraceState) -> list[CachedBlock]:
 
 def tell_found_before(state: TraceState) -> list[str]:
     """What could be found when the trace began."""
-    count = sum(not state.cached_blocks[block].request_id for block in state.published if block in state.cached_blocks)
+    known = [*state.cached_blocks.values(), *state.evicted] if state.step == 0 else []
+    count = sum(block.published_in_step < 0 for block in known)
     if not count:
         return []
     return [f"{count} block{'' if count == 1 else 's'} could be found in the prefix cache when the trace began."]

@@ -130,7 +130,7 @@ def _found(state: TraceState, size: int) -> dict[int, list[str]]:
     """Block to the requests that found it in this step."""
     found: dict[int, list[str]] = {}
     for name, num_tokens in state.cached.items():
-        for block in state.requests[name].block_ids[: num_tokens // size]:
+        for block in state.cached_tables[name][: num_tokens // size]:
             found.setdefault(block, []).append(name)
     return found
 

@@ -56,7 +56,8 @@ def hit_rate(trace: Trace, *, window: int | None = None, title: str | None = Non
     """How much of its tokens each request found when it was admitted, and what that comes to.
 
     The line is the share of all tokens looked for so far. Requests that came back after they had lost their memory
-    find mostly what they had computed themselves: they are marked, and do not count in the line.
+    find mostly what they had computed themselves: they are marked, and do not count in the line. One that skips reading
+    the cache counts as one that found nothing.
 
     Args:
         trace: what is drawn.

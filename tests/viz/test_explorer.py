@@ -337,7 +337,7 @@ def test_what_was_filled_before_the_trace_says_so():
         engine.add_request(name, list(range(1, 10)), SamplingParams(temperature=0, max_tokens=1))
         run_to_end(engine)
     key = trace.state(0).cached_blocks[0].key[:8]
-    assert f"block 0, free; can be found by key {key} (filled before the trace)" in titles(
+    assert f"block 0, free; can be found by key {key} (filled before the trace); found by new in this step" in titles(
         view(trace.state(0), trace.header)
     )
 
