@@ -54,19 +54,11 @@ class FreeKVCacheBlockQueue:
 
     def append(self, block: KVCacheBlock) -> None:
         """Puts a block at the back."""
-        tail = self._tail
-        last = tail.prev_free
-        block.prev_free, block.next_free = last, tail
-        last.next_free = tail.prev_free = block  # type: ignore[union-attr]
-        self.num_free += 1
+        self._insert(self._tail.prev_free, block, self._tail)
 
     def appendleft(self, block: KVCacheBlock) -> None:
         """Puts a block at the front."""
-        head = self._head
-        first = head.next_free
-        block.prev_free, block.next_free = head, first
-        head.next_free = first.prev_free = block  # type: ignore[union-attr]
-        self.num_free += 1
+        self._insert(self._head, block, self._head.next_free)
 
     def popleft(self) -> KVCacheBlock:
         """Takes the block at the front; the caller has checked that there is one."""
@@ -86,6 +78,13 @@ class FreeKVCacheBlockQueue:
         before.next_free, after.prev_free = after, before
         block.prev_free = block.next_free = None
         self.num_free -= 1
+
+    def _insert(self, before: KVCacheBlock | None, block: KVCacheBlock, after: KVCacheBlock | None) -> None:
+        """Puts a block between two neighbours."""
+        assert before is not None and after is not None, "the free queue is broken"
+        block.prev_free, block.next_free = before, after
+        before.next_free = after.prev_free = block
+        self.num_free += 1
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         """From front to back."""

@@ -7,9 +7,7 @@ from minivllm.config import EngineConfig
 from minivllm.kv_cache.block_hash import short_key
 from minivllm.request import Request
 from minivllm.scheduler import Scheduler, SchedulerOutput
-from minivllm.trace.trace import SCHEMA, VERSION, Trace
-
-ADMISSIONS = ("admit", "resume")
+from minivllm.trace.trace import ADMISSIONS, SCHEMA, VERSION, Trace
 
 
 class Recorder:

@@ -16,6 +16,7 @@ from minivllm.config import check_int, is_int
 from minivllm.kv_cache import Fragmentation
 
 SCHEMA, VERSION = "minivllm.trace", 2
+ADMISSIONS = ("admit", "resume")  # the kinds of decision that bring a request into the batch
 
 
 @dataclass
@@ -101,11 +102,11 @@ class TraceState:
         scheduled: request to tokens computed in this step.
         cached: request to tokens that it found in the prefix cache, for those that were admitted in this step and
             found some.
+        cached_tables: their block tables in the pass, which begin with what they found.
         rerun: rows of this step that were of no use (ended members of a static batch).
         sampled: request to number of tokens put out in this step.
         finished: request to finish reason, for those that ended in this step.
         decisions: what the scheduler decided: dicts with the fields of `Decision`.
-        cached_tables: their block tables in the pass, which begin with what they found.
         copies: block copies (source, target) made before the pass.
         cached_blocks: block to what it can be found by, for those that can be found.
         published: blocks that became findable in this step.
@@ -265,7 +266,7 @@ def _advance(state: TraceState, step: dict[str, Any]) -> None:
     state.scheduled, state.rerun = step.get("scheduled", {}), step.get("rerun", [])
     state.finished, state.cached = step.get("finished", {}), step.get("cached", {})
     for decision in step.get("decisions", ()):
-        if decision["kind"] in ("admit", "resume"):
+        if decision["kind"] in ADMISSIONS:
             request = requests[decision["request_id"]]
             request.num_cached_tokens = request.num_computed_tokens = state.cached.get(request.request_id, 0)
     in_vain = {*state.rerun, *(name for name, reason in state.finished.items() if reason in ("abort", "error"))}

@@ -117,14 +117,13 @@ class _Lives:
         in_use = dict[int, list[int]]()
         size, end = trace.header["block_size"], len(trace)
         last: list[CachedBlock] = []
-        for state, step in zip(trace.states(), trace.steps, strict=True):
+        for state in trace.states():
             for gone in state.evicted:
                 stop = max(state.step, gone.published_in_step + 1)
                 self._add(gone, stop)
                 self.evictions.append((gone.block_id, stop))
             for name, num_found in state.cached.items():
-                table = state.requests[name].block_ids or step.get("blocks", {}).get(name, (0, []))[1]
-                self.hits += [(block, state.step + 0.5) for block in table[: num_found // size]]
+                self.hits += [(block, state.step + 0.5) for block in state.cached_tables[name][: num_found // size]]
             last = list(state.cached_blocks.values())
             for cached in last:
                 if cached.last_used_step == state.step:

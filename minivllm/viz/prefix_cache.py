@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from minivllm.trace import RequestTimes, Trace, TraceState, request_times
+from minivllm.trace.trace import ADMISSIONS
 from minivllm.viz.style import PALETTE, as_text, styled
 
 TTFTUnit = Literal["step", "s"]
@@ -48,7 +49,7 @@ def lookups(trace: Trace) -> list[Lookup]:
         )
         for state in trace.states()
         for decision in state.decisions
-        if decision["kind"] in ("admit", "resume")
+        if decision["kind"] in ADMISSIONS
     ]
 
 

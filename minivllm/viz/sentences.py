@@ -8,6 +8,7 @@ as they are: whoever makes HTML of a sentence escapes it.
 from typing import Any
 
 from minivllm.trace import RequestState, TraceState
+from minivllm.trace.trace import ADMISSIONS
 from minivllm.viz import cache_sentences as cache
 from minivllm.viz.wording import listed
 
@@ -26,7 +27,7 @@ def explain(decision: dict[str, Any], state: TraceState | None = None, header: d
         ValueError: a kind or cause that is not in `Decision`.
     """
     kind, cause, name = decision["kind"], decision["cause"], decision["request_id"]
-    if kind in ("admit", "resume") and not cause:
+    if kind in ADMISSIONS and not cause:
         return _explain_admission(decision, state, _config(header).get("batching") == "static")
     if kind == "preempt" and cause == "no_free_block":
         return _explain_preemption(decision, state, _is_contiguous(header))
@@ -178,7 +179,7 @@ def _has_just_branched(state: TraceState, name: str) -> bool:
 
 def _tell_pass(state: TraceState, static: bool) -> list[str]:
     """Chunks that no admission has told of, decodes, and useless rows."""
-    told_before = set() if static else {d["request_id"] for d in state.decisions if d["kind"] in ("admit", "resume")}
+    told_before = set() if static else {d["request_id"] for d in state.decisions if d["kind"] in ADMISSIONS}
     told, decoding = [], []
     for name in state.scheduled:
         if name in state.rerun or name in told_before:
