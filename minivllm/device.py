@@ -1,6 +1,8 @@
-"""Which device and which number format to compute with."""
+"""Which device and which number format to compute with, and the way to the device."""
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from minivllm.config import DTYPES
 
@@ -51,3 +53,9 @@ def has_bf16_matrix_units() -> bool:
     """Whether this CPU multiplies bf16 tiles in hardware (Intel AMX) and torch can use it."""
     probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return bool(probe and probe())
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Sends an array on its way to the device and does not wait; on a CPU the tensor shares the array's memory."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

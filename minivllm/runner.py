@@ -7,12 +7,16 @@ a plan holds only what is new. All requests of a step run in one pass, whatever 
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.backends import resolve_attention
 from minivllm.config import EngineConfig
-from minivllm.model.attention import Attention, KVCache, PagedAttention, PassRow, pack_rows
+from minivllm.device import to_device
+from minivllm.model.attention import KVCache
 from minivllm.model.decoder import Decoder
+from minivllm.model.inputs import PassInputs, PassRow
 from minivllm.request import MAX_SEED, SamplingParams
 from minivllm.sampler import Sampler
 from minivllm.scheduler.plan import NewRequest, RunnerOutput, SchedulerOutput
@@ -70,17 +74,21 @@ class ModelRunner:
         model: the decoder.
         cache: keys and values of all blocks.
         attention: the back end: makes the `attend` of a pass.
+        inputs: the tensors of a pass, in buffers that stay where they are.
     """
 
     def __init__(self, model: Decoder, num_blocks: int, block_size: int, attention_backend: str = "auto") -> None:
         """Makes the cache that block numbers stand for.
 
         Raises:
-            ValueError: a back end that can't run here; see `resolve_attention`.
+            ValueError: a back end that can't run here; see
+                `minivllm.backends.resolve_attention`.
         """
         self.model = model
-        self.attention = resolve_attention(attention_backend, model.device, model.dtype)
+        self.attention = resolve_attention(attention_backend, model.config, model.device, model.dtype)
         self.cache = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
+        self.attention.warm_up(self.cache, model.config.num_heads)
+        self.inputs = PassInputs(block_size, model.device)
         self.sampler = Sampler()
         self._rows: dict[str, RequestRow] = {}
 
@@ -130,6 +138,8 @@ class ModelRunner:
             if len(scheduled) == 1:
                 output.failed[scheduled[0].row.request_id] = f"{type(error).__name__}: {error}"
                 return
+            if self.model.device.type == "cuda":
+                torch.cuda.synchronize(self.model.device)  # the pass that failed may still read the input buffers
             for item in scheduled:
                 self._run_or_split([item], output)
             return
@@ -142,55 +152,44 @@ class ModelRunner:
                 item.row.token_ids.append(drawn[0])
 
     def _run(self, scheduled: list[ScheduledRow]) -> list[list[int]]:
-        """One pass. Returns the drawn tokens of every row; -1 where what they come from was not finite."""
+        """One pass. Returns the drawn tokens of every row; -1 where what they come from was not finite.
+
+        The card is waited for once: where the drawn tokens come back.
+        """
         rows = [PassRow(item.row.token_ids, item.start, item.end, item.row.block_ids) for item in scheduled]
-        metadata, input_ids, positions = pack_rows(rows, self.cache.block_size, self.model.device)
-        attend = self.attention(self.cache, metadata, self.model.config.sliding_window)
-        hidden = self.model(input_ids, positions, attend)
-        drawn: list[list[int]] = [[] for _ in scheduled]
-        if len(input_ids) > len(rows) or not all(item.num_samples for item in scheduled):
-            for index in _not_finite(hidden, metadata.query_start_loc):
-                drawn[index] = [-1]
+        metadata, input_ids, positions = self.inputs.pack(rows)
+        hidden = self.model(
+            input_ids, positions, self.attention(self.cache, metadata, self.model.config.sliding_window)
+        )
         draws = [
             (index, item.row, branch) for index, item in enumerate(scheduled) for branch in range(item.num_samples)
         ]
-        if not draws:
-            return drawn
-        last = metadata.query_start_loc[1:][[index for index, _, _ in draws]] - 1
-        tokens = self.sampler(
-            self.model.compute_logits(hidden[last]),
-            params=[row.params for _, row, _ in draws],
-            seeds=[(row.seed + branch) & MAX_SEED for _, row, branch in draws],
-            output_indices=[len(row.token_ids) - row.num_prompt_tokens for _, row, _ in draws],
-        ).tolist()
-        for (index, _, _), token in zip(draws, tokens, strict=True):
+        results = [hidden.new_empty(0, dtype=torch.int64)]
+        if draws:
+            ends = np.cumsum([item.end - item.start for item in scheduled])
+            last = to_device(ends[[index for index, _, _ in draws]] - 1, hidden.device)
+            results[0] = self.sampler(
+                self.model.compute_logits(hidden[last]),
+                params=[row.params for _, row, _ in draws],
+                seeds=[(row.seed + branch) & MAX_SEED for _, row, branch in draws],
+                output_indices=[len(row.token_ids) - row.num_prompt_tokens for _, row, _ in draws],
+            )
+        if metadata.max_query_len > 1 or not all(item.num_samples for item in scheduled):
+            results.append(_not_finite(hidden, metadata.query_start_loc[: len(rows) + 1]).to(torch.int64))
+        came_back = torch.cat(results).tolist()
+        drawn: list[list[int]] = [[] for _ in scheduled]
+        for index, broken in enumerate(came_back[len(draws) :]):
+            drawn[index] += [-1] * broken
+        for (index, _, _), token in zip(draws, came_back, strict=False):
             drawn[index].append(token)
         return drawn
 
 
-def _not_finite(hidden: Tensor, query_start_loc: Tensor) -> list[int]:
-    """The rows of a pass in which a token came out broken: its keys and values may be so too, and others may find them
-    where this row's logits show nothing (a chunk has none, and a sliding window may have passed it)."""
+def _not_finite(hidden: Tensor, query_start_loc: Tensor) -> Tensor:
+    """Whether a token of a row came out broken, `[num_reqs]`: its keys and values may be so too, and others may find
+    them where this row's logits show nothing (a chunk has none, and a sliding window may have passed it)."""
     broken = torch.nn.functional.pad((~hidden.isfinite().all(-1)).cumsum(0), (1, 0))[query_start_loc]
-    return (broken[1:] > broken[:-1]).nonzero().flatten().tolist()
-
-
-def resolve_attention(name: str, device: torch.device, dtype: torch.dtype) -> type[Attention]:
-    """The back end of a name: "torch", "triton", or "auto": Triton's kernels on a CUDA card, plain torch elsewhere.
-
-    Raises:
-        ValueError: "triton" where it is not installed, or can't compute on this device or in this type.
-    """
-    if name == "torch" or (name == "auto" and (device.type != "cuda" or dtype == torch.float64)):
-        return PagedAttention
-    try:
-        from minivllm.kernels.backend import TritonAttention, check_backend
-    except ModuleNotFoundError as error:
-        if name == "auto":
-            return PagedAttention
-        raise ValueError(f"attention_backend is 'triton' and {error}: Triton exists for Linux; take 'torch'") from None
-    check_backend(device, dtype)
-    return TritonAttention
+    return broken[1:] > broken[:-1]
 
 
 NOT_FINITE = (

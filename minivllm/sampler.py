@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.device import to_device
 from minivllm.request import SamplingParams
 
 _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -49,7 +50,8 @@ class Sampler:
         unusable = ~best.isfinite()
         rows = [row for row, p in enumerate(params) if not p.greedy]
         if rows:
-            token_ids[rows] = self._draw(logits[rows].float(), rows, params, seeds, output_indices)
+            drawn = to_device(np.array(rows), logits.device)
+            token_ids[drawn] = self._draw(logits[drawn].float(), rows, params, seeds, output_indices)
         return token_ids.masked_fill(unusable, -1)
 
     def _draw(
@@ -62,21 +64,22 @@ class Sampler:
     ) -> Tensor:
         """One token for each of some rows, `[num_drawn]`, from their scores, `[num_drawn, vocab_size]`."""
         device = scores.device
-        temperature = torch.tensor([params[r].temperature for r in rows], device=device)
+        temperature = to_device(np.array([params[r].temperature for r in rows], dtype=np.float32), device)
         scores = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]
         if any(params[r].min_p > 0 for r in rows):
             # The likeliest token has score 0; a token min_p times as likely has log(min_p).
-            floor = torch.tensor([params[r].min_p for r in rows], device=device).log()
+            floor = to_device(np.array([params[r].min_p for r in rows], dtype=np.float32), device).log()
             scores = scores.masked_fill(scores < floor[:, None], -torch.inf)
         filtered = [i for i, r in enumerate(rows) if params[r].top_k > 0 or params[r].top_p < 1]
         if filtered:
             top_k = [params[rows[i]].top_k for i in filtered]
             top_p = [params[rows[i]].top_p for i in filtered]
-            scores[filtered] = keep_likeliest(scores[filtered], top_k, top_p)
+            limited = to_device(np.array(filtered), device)
+            scores[limited] = keep_likeliest(scores[limited], top_k, top_p)
         cumulated = scores.double().softmax(-1).cumsum(-1)
         uniform = philox_uniform([seeds[r] for r in rows], [output_indices[r] for r in rows])
         # At most (1 - 2**-53) x the total, which rounds to less than the total: some token's sum exceeds it.
-        target = torch.from_numpy(uniform).to(device)[:, None] * cumulated[:, -1:]
+        target = to_device(uniform, device)[:, None] * cumulated[:, -1:]
         return torch.searchsorted(cumulated, target, right=True).squeeze(-1)
 
 
@@ -93,12 +96,12 @@ def keep_likeliest(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float])
     """
     vocab_size = scores.shape[-1]
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    k = torch.tensor([k if 0 < k < vocab_size else vocab_size for k in top_k], device=scores.device)
+    k = to_device(np.array([k if 0 < k < vocab_size else vocab_size for k in top_k]), scores.device)
     rank = torch.arange(vocab_size, device=scores.device)
     dropped = rank >= k[:, None]
     probabilities = ordered.masked_fill(dropped, -torch.inf).double().softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    p = torch.tensor(top_p, dtype=torch.float64, device=scores.device)[:, None]
+    p = to_device(np.array(top_p, dtype=np.float64), scores.device)[:, None]
     dropped |= (before >= p) & (p < 1)
     dropped[:, 0] = False
     return scores.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)

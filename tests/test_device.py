@@ -1,13 +1,15 @@
 """Device and dtype are resolved by one documented rule."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from minivllm import device
+from minivllm.backends import resolve_attention
 from minivllm.device import has_bf16_matrix_units, resolve_device, resolve_dtype
-from minivllm.runner import resolve_attention
+from minivllm.model.attention import PagedAttention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -54,23 +56,41 @@ def test_the_probe_for_matrix_units_answers_on_any_machine(monkeypatch):
     assert has_bf16_matrix_units() is False
 
 
-def test_the_kernels_are_for_cuda_and_torch_for_everything_else():
-    assert resolve_attention("auto", CPU, torch.float32) is resolve_attention("torch", CUDA, torch.float16)
-    assert resolve_attention("auto", CUDA, torch.float64).__name__ == "PagedAttention"
-    pytest.importorskip("triton")
-    assert resolve_attention("auto", CUDA, torch.bfloat16).__name__ == "TritonAttention"
-    with pytest.raises(
-        ValueError, match="attention_backend is 'triton' and the device is cpu: the kernels need a CUDA"
-    ):
-        resolve_attention("triton", CPU, torch.float32)
+@pytest.fixture
+def a_card(monkeypatch):
+    """A card to ask for its limits: 99 KiB of shared memory, 128 multiprocessors."""
+    backend = pytest.importorskip("minivllm.kernels.backend")
+    monkeypatch.setattr(backend, "card_limits", lambda device: (101_376, 128))
+    return backend
+
+
+def test_the_kernels_are_for_cuda_and_torch_for_everything_else(tiny_llama, a_card, caplog):
+    config = tiny_llama[1].config
+    assert resolve_attention("auto", config, CPU, torch.float32) is PagedAttention
+    assert resolve_attention("torch", config, CUDA, torch.float16) is PagedAttention
+    assert resolve_attention("auto", config, CUDA, torch.bfloat16) is a_card.TritonAttention and not caplog.text
+    assert resolve_attention("auto", config, CUDA, torch.float64) is PagedAttention
+    assert "attention in plain torch, slower than the kernels: the Triton kernels compute in float16" in caplog.text
+    with pytest.raises(ValueError, match="'triton' and the device is cpu: the kernels need a CUDA"):
+        resolve_attention("triton", config, CPU, torch.float32)
     with pytest.raises(ValueError, match=r"in float16, bfloat16 or float32, and the dtype is torch.float64"):
-        resolve_attention("triton", CUDA, torch.float64)
+        resolve_attention("triton", config, CUDA, torch.float64)
 
 
-def test_without_triton_the_kernels_are_refused_and_auto_takes_torch(monkeypatch):
+def test_heads_too_large_for_a_card_are_found_at_the_start(tiny_llama, a_card, monkeypatch, caplog):
+    config = replace(tiny_llama[1].config, head_dim=256, num_heads=256, num_kv_heads=1)
+    monkeypatch.setattr(a_card, "card_limits", lambda device: (65_536, 40))
+    with pytest.raises(ValueError, match=r"256 query heads per KV head need 147456 bytes of shared .* has 65536"):
+        resolve_attention("triton", config, CUDA, torch.float16)
+    assert resolve_attention("auto", config, CUDA, torch.float16) is PagedAttention
+    assert len(caplog.records) == 1
+
+
+def test_without_triton_the_kernels_are_refused_and_auto_takes_torch(tiny_llama, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [name for name in sys.modules if name.startswith("minivllm.kernels.")]:
         monkeypatch.delitem(sys.modules, name)
-    assert resolve_attention("auto", CUDA, torch.float16).__name__ == "PagedAttention"
+    assert resolve_attention("auto", tiny_llama[1].config, CUDA, torch.float16) is PagedAttention
+    assert "Triton exists for Linux" in caplog.text
     with pytest.raises(ValueError, match="Triton exists for Linux"):
-        resolve_attention("triton", CUDA, torch.float16)
+        resolve_attention("triton", tiny_llama[1].config, CUDA, torch.float16)

@@ -1,6 +1,7 @@
 """The Triton back end of attention: what the kernels are launched with, pass by pass."""
 
 import os
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from minivllm.kernels.launch import choose_launch
 from minivllm.kernels.paged_attention import paged_attention
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
+from minivllm.model.architecture import ModelConfig
 from minivllm.model.attention import AttentionMetadata, KVCache
 
 MOST_SPLITS = 16
@@ -33,13 +35,34 @@ class TritonAttention:
         where = (m.query_start_loc, m.seq_lens, m.block_table)
         return paged_attention(q.contiguous(), keys, values, *where, launch, self.windows[layer], num_splits)[0]
 
+    @classmethod
+    def warm_up(cls, cache: KVCache, num_heads: int) -> None:
+        """Compiles every variant that a pass can need, and launches it on one padded row, so that what a card refuses
+        it refuses before the first request."""
+        keys, values, device = cache.keys[0], cache.values[0], cache.keys.device
+        num_kv_heads, head_dim = keys.shape[2:]
+        limit, _ = card_limits(device)
+        row = torch.zeros(2, dtype=torch.int64, device=device)
+        q, k = (torch.zeros(1, heads, head_dim, dtype=keys.dtype, device=device) for heads in (num_heads, num_kv_heads))
+        reshape_and_cache(k, k, keys, values, row[:1] - 1)
+        launches = {choose_launch(head_dim, num_heads // num_kv_heads, q.itemsize, limit, 2**size) for size in range(8)}
+        for launch in launches:
+            paged_attention(q, keys, values, row, row[:1], row[:1, None], launch)
+        for size in range(MOST_SPLITS.bit_length()):  # of the merging kernel, and of launches with splits
+            for launch in launches if size == 1 else list(launches)[:1]:
+                paged_attention(q, keys, values, row, row[:1], row[:1, None], launch, num_splits=2**size)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
 
 def choose_splits(num_programs: int, max_seq_len: int, num_processors: int) -> int:
-    """Into how many parts the keys are split: as many as give every multiprocessor two programs, and no split less than
-    `LEAST_KEYS` keys of the longest request. Large batches and short texts are not split."""
-    return max(1, min(2 * num_processors // num_programs, max_seq_len // LEAST_KEYS, MOST_SPLITS))
+    """Into how many parts the keys are split, a power of two: as many as give every multiprocessor two programs, and no
+    split less than `LEAST_KEYS` keys of the longest request. Large batches and short texts are not split."""
+    most = min(2 * num_processors // num_programs, max_seq_len // LEAST_KEYS, MOST_SPLITS)
+    return 1 << max(most.bit_length() - 1, 0)
 
 
+@lru_cache
 def card_limits(device: torch.device) -> tuple[int, int]:
     """Shared memory that a program may use, in bytes, and the number of multiprocessors."""
     if device.type != "cuda":
@@ -49,7 +72,7 @@ def card_limits(device: torch.device) -> tuple[int, int]:
     return shared, card.multi_processor_count
 
 
-def check_backend(device: torch.device, dtype: torch.dtype) -> None:
+def check_backend(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError where the kernels can't run."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"the Triton kernels compute in float16, bfloat16 or float32, and the dtype is {dtype}")
@@ -58,3 +81,5 @@ def check_backend(device: torch.device, dtype: torch.dtype) -> None:
             f"attention_backend is 'triton' and the device is {device.type}: the kernels need a CUDA card; leave "
             "attention_backend 'auto' (with TRITON_INTERPRET=1 in the environment they are interpreted, very slowly)"
         )
+    shared_limit, _ = card_limits(device)
+    choose_launch(config.head_dim, config.num_heads // config.num_kv_heads, dtype.itemsize, shared_limit)

@@ -62,7 +62,7 @@ def choose_launch(head_dim: int, ratio: int, itemsize: int, shared_limit: int, m
     least_rows = max(SMALLEST_TILE, next_power_of_2(ratio))
     rows = max(least_rows, min(most_rows, next_power_of_2(ratio * max_query_len)))
     while True:
-        num_warps = 8 if (rows >= 64 if itemsize < 4 else width >= 128) else 4
+        num_warps = 8 if rows >= (64 if itemsize < 4 else 32) or (itemsize == 4 and width >= 128) else 4
         for tile_n in (size for size in (64, 32, 16) if size <= most_keys):
             for num_stages in range(most_stages, 0, -1):
                 if shared_memory_bytes(rows, tile_n, head_dim, itemsize, num_stages) <= shared_limit:

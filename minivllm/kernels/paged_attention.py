@@ -28,7 +28,7 @@ def find_request(starts, tile, num_reqs, BLOCK_Q: tl.constexpr):
     return low - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "window", "table_stride", "num_splits"])
 def paged_attention_kernel(
     out,  # [num_tokens, num_heads, head_dim], or [num_splits, …] in float32
     lse,  # [num_tokens, num_heads], or [num_splits, …]
@@ -43,6 +43,7 @@ def paged_attention_kernel(
     num_tokens,
     window,  # keys that a token may see; 0 for all
     table_stride,
+    num_splits,
     NUM_HEADS: tl.constexpr,
     RATIO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -51,7 +52,6 @@ def paged_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     TILE_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,  # multiply in float32: Triton's interpreter can't multiply bfloat16
 ):
@@ -85,7 +85,7 @@ def paged_attention_kernel(
     if window > 0:
         first = tl.maximum(seq_len - num_queries + first_query - window + 1, 0) // TILE_N
     tiles = tl.cdiv(last, TILE_N) - first
-    per_split = tl.cdiv(tiles, NUM_SPLITS)
+    per_split = tl.cdiv(tiles, num_splits)
     begin = first + split * per_split
     stop = tl.minimum(begin + per_split, first + tiles)
 
@@ -118,29 +118,30 @@ def paged_attention_kernel(
         highest = new_highest
 
     # 5. Output and log-sum-exp; a split that saw nothing gives 0 and -inf.
-    result = result / tl.where(total == 0.0, 1.0, total)[:, None]
-    found = tl.where(total == 0.0, float("-inf"), highest + tl.log(total))
+    divisor = tl.where(total == 0.0, 1.0, total)
+    result = result / divisor[:, None]
+    found = tl.where(total == 0.0, float("-inf"), highest + tl.log(divisor))
     place = (split.to(tl.int64) * num_tokens + token) * NUM_HEADS + head
     tl.store(out + place[:, None] * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=row_ok[:, None] & dim_ok)
     tl.store(lse + place, found, mask=row_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_kernel(
     out,  # [num_tokens, num_heads, head_dim]
     lse,  # [num_tokens, num_heads]
     parts,  # [num_splits, num_tokens, num_heads, head_dim]
     part_lse,  # [num_splits, num_tokens, num_heads]
     num_rows,  # num_tokens * num_heads
+    num_splits,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    SPLITS: tl.constexpr,  # NUM_SPLITS, padded to a power of two
+    SPLITS: tl.constexpr,  # num_splits, padded to a power of two
 ):
     """A program: one token and head; parts are weighted by exp(their log-sum-exp)."""
     row = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    split_ok, dim_ok = split < NUM_SPLITS, dim < HEAD_DIM
+    split_ok, dim_ok = split < num_splits, dim < HEAD_DIM
     found = tl.load(part_lse + split * num_rows + row, mask=split_ok, other=float("-inf"))
     highest = tl.max(found, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -148,9 +149,10 @@ def merge_kernel(
     total = tl.sum(weights, 0)
     place = (split.to(tl.int64) * num_rows + row)[:, None] * HEAD_DIM + dim
     part = tl.load(parts + place, mask=split_ok[:, None] & dim_ok, other=0.0)
-    result = tl.sum(part * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    result = tl.sum(part * weights[:, None], 0) / divisor
     tl.store(out + row * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=dim_ok)
-    tl.store(lse + row, tl.where(total == 0.0, float("-inf"), base + tl.log(total)))
+    tl.store(lse + row, tl.where(total == 0.0, float("-inf"), base + tl.log(divisor)))
 
 
 def paged_attention(
@@ -205,6 +207,7 @@ def paged_attention(
         num_tokens,
         window or 0,
         block_table.stride(0),
+        num_splits,
         NUM_HEADS=num_heads,
         RATIO=ratio,
         HEAD_DIM=head_dim,
@@ -213,7 +216,6 @@ def paged_attention(
         BLOCK_M=launch.block_m,
         BLOCK_Q=launch.block_q,
         TILE_N=launch.tile_n,
-        NUM_SPLITS=num_splits,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         WIDEN=q.dtype == torch.bfloat16 and isinstance(paged_attention_kernel, InterpretedFunction),
         num_warps=launch.num_warps,
@@ -226,9 +228,9 @@ def paged_attention(
             parts,
             part_lse,
             num_tokens * num_heads,
+            num_splits,
             HEAD_DIM=head_dim,
             WIDTH=width,
-            NUM_SPLITS=num_splits,
             SPLITS=next_power_of_2(num_splits),
         )
     return out, lse

@@ -14,8 +14,9 @@ from torch import Tensor
 from minivllm.config import check_int
 from minivllm.kv_cache import KVCacheManager
 from minivllm.lessons.naive import Generation, PickTokens, Work, check_batch, greedy, num_bytes
-from minivllm.model.attention import KVCache, PagedAttention, PassRow, pack_rows
+from minivllm.model.attention import KVCache, PagedAttention
 from minivllm.model.decoder import Decoder
+from minivllm.model.inputs import PassRow, pack_rows
 from minivllm.request import SamplingParams
 from minivllm.sampler import Sampler
 

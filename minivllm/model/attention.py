@@ -4,10 +4,9 @@ The dense rows of the naive stages are a special case of it, so there is one att
 float type works; scores and weights are computed in float32 at least.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -81,51 +80,6 @@ class AttentionMetadata:
         return Gather(self.query_start_loc[rows, None] + query, slots, missing, visible)
 
 
-class PassRow(NamedTuple):
-    """The tokens of one request that a pass computes.
-
-    Attributes:
-        token_ids: all its tokens.
-        start: position of the first to compute.
-        end: position behind the last.
-        block_ids: its block table, which covers `end` tokens.
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    end: int
-    block_ids: Sequence[int]
-
-
-def pack_rows(
-    rows: Sequence[PassRow], block_size: int, device: torch.device
-) -> tuple[AttentionMetadata, Tensor, Tensor]:
-    """The rows of a pass behind each other: its metadata, and the ids and positions of its tokens, `[num_tokens]`."""
-    longest = max(len(row.block_ids) for row in rows)
-    input_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    starts = [0]
-    for token_ids, start, end, table in rows:
-        input_ids += token_ids[start:end]
-        positions += range(start, end)
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, end)]
-        starts.append(len(input_ids))
-
-    def tensor(values: list) -> Tensor:
-        return torch.tensor(values, device=device)
-
-    metadata = AttentionMetadata(
-        query_start_loc=tensor(starts),
-        seq_lens=tensor([row.end for row in rows]),
-        block_table=tensor([[*row.block_ids, *[0] * (longest - len(row.block_ids))] for row in rows]),
-        slot_mapping=tensor(slots),
-        max_query_len=max(row.end - row.start for row in rows),
-        max_seq_len=max(row.end for row in rows),
-    )
-    return metadata, tensor(input_ids), tensor(positions)
-
-
 @dataclass(frozen=True)
 class Gather:
     """What a group of rows reads.
@@ -168,6 +122,11 @@ class Attention(Protocol):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
+    @classmethod
+    def warm_up(cls, cache: "KVCache", num_heads: int) -> None:
+        """Compiles and tries what passes will need; once, before the first."""
+        ...
+
 
 class PagedAttention:
     """The `attend` of one pass over a paged cache."""
@@ -180,6 +139,10 @@ class PagedAttention:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         write_kv(k, v, keys, values, self.metadata.slot_mapping)
         return paged_attention(q, keys, values, self.metadata, self.windows[layer])[0]
+
+    @classmethod
+    def warm_up(cls, cache: KVCache, num_heads: int) -> None:
+        """Nothing: plain torch is compiled already."""
 
 
 def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:

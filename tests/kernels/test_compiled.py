@@ -50,15 +50,16 @@ def compiled(kernel, arch, types, constants, num_warps=4, num_stages=1):
     return Compiled(binary.metadata.shared, registers, stack)
 
 
-def attention(arch, dtype, head_dim, ratio, launch: Launch, num_splits=1):
-    part = "fp32" if num_splits > 1 else dtype
+def attention(arch, dtype, head_dim, ratio, launch: Launch, split=False):
+    part = "fp32" if split else dtype
     pointers = {"out": part, "lse": "fp32", "q": dtype, "keys": dtype, "values": dtype}
     types = {name: f"*{kind}" for name, kind in pointers.items()}
     types |= dict.fromkeys(("block_table", "starts", "seq_lens"), "*i64")
     types |= {"scale": "fp32", "num_reqs": "i32", "num_tokens": "i32", "window": "i32", "table_stride": "i32"}
+    types |= {"num_splits": "i32"}
     constants = {"NUM_HEADS": 3 * ratio, "RATIO": ratio, "HEAD_DIM": head_dim, "WIDTH": next_power_of_2(head_dim)}
     constants |= {"BLOCK_SIZE": 16, "BLOCK_M": launch.block_m, "BLOCK_Q": launch.block_q, "TILE_N": launch.tile_n}
-    constants |= {"NUM_SPLITS": num_splits, "PRECISION": "ieee" if dtype == "fp32" else "tf32", "WIDEN": False}
+    constants |= {"PRECISION": "ieee" if dtype == "fp32" else "tf32", "WIDEN": False}
     return compiled(paged_attention_kernel, arch, types, constants, launch.num_warps, launch.num_stages)
 
 
@@ -68,8 +69,8 @@ def attention(arch, dtype, head_dim, ratio, launch: Launch, num_splits=1):
 def test_the_default_model_spills_nothing(arch, dtype, max_query_len):
     """SmolLM2: heads of 64, nine query heads on three KV heads."""
     launch = choose_launch(64, 3, SIZES[dtype], SHARED[arch], max_query_len)
-    for num_splits in (1, 8):
-        found = attention(arch, dtype, 64, 3, launch, num_splits)
+    for split in (False, True):
+        found = attention(arch, dtype, 64, 3, launch, split)
         assert found.stack == 0 and 32 <= found.registers <= 255
         assert (
             0 < found.shared <= shared_memory_bytes(launch.block_m, launch.tile_n, 64, SIZES[dtype], launch.num_stages)
@@ -94,7 +95,8 @@ def test_the_small_kernels_compile_without_spills(arch):
     found = compiled(reshape_and_cache_kernel, arch, types, {"SIZE": 192, "WIDTH": 256})
     assert found.stack == 0 and found.shared == 0
     types = {"out": "*bf16", "lse": "*fp32", "parts": "*fp32", "part_lse": "*fp32", "num_rows": "i32"}
-    found = compiled(merge_kernel, arch, types, {"HEAD_DIM": 64, "WIDTH": 64, "NUM_SPLITS": 12, "SPLITS": 16})
+    types |= {"num_splits": "i32"}
+    found = compiled(merge_kernel, arch, types, {"HEAD_DIM": 64, "WIDTH": 64, "SPLITS": 16})
     assert found.stack == 0
 
 

@@ -10,10 +10,11 @@ from itertools import combinations, pairwise, product
 import pytest
 import torch
 
-from minivllm import SamplingParams
-from minivllm.model.attention import PassRow, masked_attention, pack_rows, write_kv
+from minivllm import LLM, SamplingParams
+from minivllm.model.attention import masked_attention, write_kv
 from minivllm.model.attention import paged_attention as reference
-from tests.conftest import hf_generate
+from minivllm.model.inputs import PassRow, pack_rows
+from tests.conftest import ORACLE, hf_generate
 from tests.lessons.test_naive import random_prompts
 from tests.test_identity import build_engine, run_staggered
 
@@ -142,7 +143,7 @@ def test_merging_two_empty_parts_gives_an_empty_one():
     parts = torch.zeros(2, 1, 1, 64, device=DEVICE)
     part_lse = torch.full((2, 1, 1), -torch.inf, device=DEVICE)
     out, lse = torch.full((1, 1, 64), 7.0, device=DEVICE), torch.zeros(1, 1, device=DEVICE)
-    merge_kernel[(1,)](out, lse, parts, part_lse, 1, HEAD_DIM=64, WIDTH=64, NUM_SPLITS=2, SPLITS=2)
+    merge_kernel[(1,)](out, lse, parts, part_lse, 1, 2, HEAD_DIM=64, WIDTH=64, SPLITS=2)
     assert (out == 0).all() and lse.item() == -torch.inf
 
 
@@ -160,7 +161,7 @@ def test_parts_merge_to_the_whole():
     ]
     out, lse = torch.empty(1, 4, 80, device=DEVICE), torch.empty(1, 4, device=DEVICE)
     outs, lses = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-    merge_kernel[(4,)](out, lse, outs, lses, 4, HEAD_DIM=80, WIDTH=128, NUM_SPLITS=4, SPLITS=4)
+    merge_kernel[(4,)](out, lse, outs, lses, 4, 4, HEAD_DIM=80, WIDTH=128, SPLITS=4)
     assert (out - whole[0]).abs().max() < 1e-6 and (lse - whole_lse[0]).abs().max() < 1e-6
 
 
@@ -200,6 +201,16 @@ def test_the_engine_gives_the_same_tokens_on_the_kernels(tiny_pair, changes):
     outputs = run_staggered(engine, prompts, params, per_step=2)
     expected = [hf_generate(reference_model, prompt, 6) for prompt in prompts]
     assert [output.outputs[0].token_ids for output in outputs] == expected and not engine.runner.failures
+
+
+@pytest.mark.real_model
+def test_the_real_model_gives_the_frozen_tokens_on_the_kernels():
+    device = DEVICE.type
+    llm = LLM("smollm2-135m", device=device, dtype="float32", num_kv_blocks=64, attention_backend="triton")
+    cases = sorted(ORACLE["cases"], key=lambda case: len(case["prompt_token_ids"]))[:4]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    outputs = llm.generate([case["prompt_token_ids"] for case in cases], params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [case["token_ids"][:4] for case in cases]
 
 
 def test_splits_fill_the_card_and_no_more():

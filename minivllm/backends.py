@@ -1,0 +1,44 @@
+"""Which attention back end a model runs on."""
+
+import logging
+
+import torch
+
+from minivllm.model.architecture import ModelConfig
+from minivllm.model.attention import Attention, PagedAttention
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_attention(name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> type[Attention]:
+    """The back end of a name: "torch", "triton", or "auto": Triton's kernels on a CUDA card, plain torch elsewhere.
+
+    Where "auto" finds that the kernels can't run on a card, it takes plain torch and says so in the log.
+
+    Args:
+        name: one of the above.
+        config: the model's, for the size of its heads.
+        device: where it is.
+        dtype: what it computes in.
+
+    Raises:
+        ValueError: "triton" where it is not installed, or can't compute on this device, in this type or at this size.
+    """
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        return PagedAttention
+    try:
+        return _triton(config, device, dtype)
+    except ValueError as error:
+        if name == "triton":
+            raise
+        logger.warning("attention in plain torch, slower than the kernels: %s", error)
+        return PagedAttention
+
+
+def _triton(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> type[Attention]:
+    try:
+        from minivllm.kernels.backend import TritonAttention, check_backend
+    except ModuleNotFoundError as error:
+        raise ValueError(f"attention_backend 'triton': {error}; Triton exists for Linux; take 'torch'") from None
+    check_backend(config, device, dtype)
+    return TritonAttention
