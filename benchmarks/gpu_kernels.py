@@ -16,9 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_timing import Bench, Measured, WrongResult
-from minivllm.kernels.backend import card_limits, choose_splits
-from minivllm.kernels.launch import choose_launch
-from minivllm.kernels.paged_attention import paged_attention
+from minivllm.kernels.backend import attend
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.model.attention import AttentionMetadata
 from minivllm.model.attention import paged_attention as reference
@@ -99,18 +97,11 @@ class Case:
         q_shape = (batch * num_queries, heads.num_heads, heads.head_dim)
         self.q = torch.empty(q_shape, dtype=dtype, device=device).normal_(std=4)
         self.block_table = torch.randperm(shape[1], device=device).view(batch, blocks_each)
-        self.starts = torch.arange(batch + 1, device=device) * num_queries
-        self.seq_lens = torch.full((batch,), context, device=device)
+        self.whole = self.metadata(range(batch), [context] * batch, num_queries)
 
     def attend(self, layer: int) -> Tensor:
-        """Our kernel, launched as `minivllm.kernels.backend.TritonAttention` launches it."""
-        heads, where = self.heads, (self.starts, self.seq_lens, self.block_table)
-        shared_limit, num_processors = card_limits(self.q.device)
-        ratio = heads.num_heads // heads.num_kv_heads
-        launch = choose_launch(heads.head_dim, ratio, self.q.itemsize, shared_limit, self.num_queries)
-        num_tiles = len(self.q) // launch.block_q + self.batch
-        num_splits = choose_splits(num_tiles * heads.num_kv_heads, self.context, num_processors)
-        return paged_attention(self.q, self.keys[layer], self.values[layer], *where, launch, None, num_splits)[0]
+        """Our kernel, launched as the engine launches it."""
+        return attend(self.q, self.keys[layer], self.values[layer], self.whole)[0]
 
     @property
     def num_calls(self) -> int:
@@ -169,8 +160,7 @@ def measure_decode(
     case.check()
     samples = [bench.timer(case.attend_in_turn)]
     if against_torch:
-        metadata = case.metadata(range(batch), [context] * batch, 1)
-        samples.append(bench.wall(lambda: reference(case.q, case.keys[0], case.values[0], metadata)))
+        samples.append(bench.wall(lambda: reference(case.q, case.keys[0], case.values[0], case.whole)))
     seconds, *rival = bench.medians(samples)
     work = decode_bytes(heads, context, batch, bench.dtype.itemsize)
     size = f"{context:,} × {batch}"

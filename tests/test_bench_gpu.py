@@ -62,23 +62,23 @@ def make_bench(**changes):
     return Bench(**{**fields, "free_bytes": lambda: 2**32, "cache_bytes": 4_000, **changes})
 
 
-def without_the_last_key(q, keys, values, starts, seq_lens, *rest, real=gpu_kernels.paged_attention):
-    return real(q, keys, values, starts, seq_lens - 1, *rest)
+def without_the_last_key(q, keys, values, metadata, real=gpu_kernels.attend):
+    return real(q, keys, values, replace(metadata, seq_lens=metadata.seq_lens - 1))
 
 
 def wrong_results(bench):
     """What is said of a kernel that gives something else: zeros, NaN, a key too few, or keys that are not stored."""
     said = []
     for name, broken, call in (
-        ("paged_attention", lambda q, *_: (torch.zeros_like(q), None), gpu_kernels.measure_decode),
-        ("paged_attention", lambda q, *_: (torch.full_like(q, torch.nan), None), gpu_kernels.measure_decode),
-        ("paged_attention", without_the_last_key, gpu_kernels.measure_decode),
+        ("attend", lambda q, *_: (torch.zeros_like(q), None), gpu_kernels.measure_decode),
+        ("attend", lambda q, *_: (torch.full_like(q, torch.nan), None), gpu_kernels.measure_decode),
+        ("attend", without_the_last_key, gpu_kernels.measure_decode),
         ("reshape_and_cache", lambda *_: None, gpu_kernels.measure_write),
     ):
         real = getattr(gpu_kernels, name)
         setattr(gpu_kernels, name, broken)
         try:
-            call(bench, SMALL, 20, *([2] if name == "paged_attention" else []))
+            call(bench, SMALL, 20, *([2] if name == "attend" else []))
         except WrongResult as error:
             said.append(str(error))
         setattr(gpu_kernels, name, real)

@@ -28,12 +28,14 @@ CASES = [(path.stem, blank, solution) for path in NOTEBOOKS for blank, solution 
 @pytest.fixture
 def scope(real_llm):
     """The names that the notebooks have defined by then."""
+    import torch
+
     from minivllm.kv_cache import ROOT_KEY, hash_block
     from minivllm.lessons import exercises
     from minivllm.lessons.cost import pass_cost
 
     names = {"exercises": exercises, "pass_cost": pass_cost, "ROOT_KEY": ROOT_KEY, "hash_block": hash_block}
-    return {"llm": real_llm, "config": real_llm.model.config, **names}
+    return {"llm": real_llm, "config": real_llm.model.config, "torch": torch, **names}
 
 
 def test_every_lesson_has_an_exercise():

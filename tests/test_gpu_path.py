@@ -229,7 +229,7 @@ def test_a_look_at_a_number_would_be_noticed(fake_runner, peek):
 def test_whatever_a_pass_launches_was_tried_at_the_start(fake_runner, monkeypatch):
     """So no request waits for a compiler, and what a card refuses it refuses before the first one."""
     warm = [set(kernel.variants) for kernel in fake_runner.kernels]
-    monkeypatch.setattr("minivllm.kernels.backend.LEAST_KEYS", 2)
+    monkeypatch.setattr("minivllm.kernels.launch.LEAST_KEYS", 2)
     for step, (count, length) in enumerate([(1, 2), (1, 100), (3, 3), (40, 60), (100, 100), (7, 30)] * 2):
         names = [f"{step}-{index}" for index in range(1 if step < 6 else 9)]
         requests = [new(name, length, GREEDY, list(range(7)), num_computed=length - count) for name in names]

@@ -6,14 +6,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from minivllm.kernels.launch import choose_launch
+from minivllm.kernels.launch import MOST_SPLITS, choose_launch, choose_splits
 from minivllm.kernels.paged_attention import paged_attention
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.model.architecture import ModelConfig
 from minivllm.model.attention import AttentionMetadata, KVCache
 
-MOST_SPLITS = 16
-LEAST_KEYS = 256  # per split: below, merging costs more than it saves
 INTERPRETED = (101_376, 1)  # what stands for a card's limits where there is none
 
 
@@ -22,18 +20,12 @@ class TritonAttention:
 
     def __init__(self, cache: KVCache, metadata: AttentionMetadata, windows: tuple[int | None, ...]) -> None:
         self.cache, self.metadata, self.windows = cache, metadata, windows
-        self.shared_limit, self.num_processors = card_limits(cache.keys.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores the new keys and values of a layer, then attends; all shapes `[num_tokens, heads, head_dim]`."""
         keys, values, m = self.cache.keys[layer], self.cache.values[layer], self.metadata
         reshape_and_cache(k, v, keys, values, m.slot_mapping)
-        num_kv_heads, head_dim = k.shape[1:]
-        launch = choose_launch(head_dim, q.shape[1] // num_kv_heads, q.itemsize, self.shared_limit, m.max_query_len)
-        num_tiles = len(q) // launch.block_q + len(m.seq_lens)
-        num_splits = choose_splits(num_tiles * num_kv_heads, m.max_seq_len, self.num_processors)
-        where = (m.query_start_loc, m.seq_lens, m.block_table)
-        return paged_attention(q.contiguous(), keys, values, *where, launch, self.windows[layer], num_splits)[0]
+        return attend(q.contiguous(), keys, values, m, self.windows[layer])[0]
 
     @classmethod
     def warm_up(cls, cache: KVCache, num_heads: int) -> None:
@@ -55,11 +47,18 @@ class TritonAttention:
             torch.cuda.synchronize(device)
 
 
-def choose_splits(num_programs: int, max_seq_len: int, num_processors: int) -> int:
-    """Into how many parts the keys are split, a power of two: as many as give every multiprocessor two programs, and no
-    split less than `LEAST_KEYS` keys of the longest request. Large batches and short texts are not split."""
-    most = min(2 * num_processors // num_programs, max_seq_len // LEAST_KEYS, MOST_SPLITS)
-    return 1 << max(most.bit_length() - 1, 0)
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention with the tiles and the splits that suit a pass; see `paged_attention`."""
+    m, (num_tokens, num_heads, head_dim), num_kv_heads = metadata, q.shape, keys.shape[2]
+    shared_limit, num_processors = card_limits(q.device)
+    launch = choose_launch(head_dim, num_heads // num_kv_heads, q.itemsize, shared_limit, m.max_query_len)
+    num_tiles = len(m.seq_lens)  # at least one of each request; how many more there are, only the card knows
+    if m.max_query_len > launch.block_q:
+        num_tiles += num_tokens // launch.block_q
+    num_splits = choose_splits(num_tiles * num_kv_heads, m.max_seq_len, num_processors)
+    return paged_attention(q, keys, values, m.query_start_loc, m.seq_lens, m.block_table, launch, window, num_splits)
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""Launch parameters: how large the tiles of the attention kernel are, and how many are in flight.
+"""Launch parameters: how large the tiles of the attention kernel are, how many are in flight, and who shares the keys.
 
 Knows the card's limits and nothing of kernels. Two things bound a tile: the shared memory of a multiprocessor, and the
 registers of a thread. A small card gets smaller tiles instead of an error at the first request; and what the compiler
@@ -8,6 +8,8 @@ would have to keep outside the registers is not asked for (the tests read that o
 from dataclasses import dataclass
 
 SMALLEST_TILE = 16  # rows and columns of a matrix product on tensor cores
+MOST_SPLITS = 16
+LEAST_KEYS = 256  # per split: below, merging costs more than it saves
 
 
 @dataclass(frozen=True)
@@ -74,3 +76,18 @@ def choose_launch(head_dim: int, ratio: int, itemsize: int, shared_limit: int, m
                 f"card has {shared_limit}: take attention_backend='torch'"
             )
         rows //= 2
+
+
+def choose_splits(num_programs: int, max_seq_len: int, num_processors: int) -> int:
+    """Into how many parts the keys are split, a power of two.
+
+    As many as give every multiprocessor up to two programs, and no split less than `LEAST_KEYS` keys of the longest
+    request. Large batches and short texts are not split.
+
+    Args:
+        num_programs: with work in them, without splits.
+        max_seq_len: keys of the longest request.
+        num_processors: multiprocessors of the card.
+    """
+    most = min(2 * num_processors // num_programs, max_seq_len // LEAST_KEYS, MOST_SPLITS)
+    return 1 << max(most.bit_length() - 1, 0)

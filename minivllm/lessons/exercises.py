@@ -3,8 +3,12 @@
 A check never raises for a wrong answer: a blank exercise runs through like any other cell.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from minivllm.kv_cache.block_hash import BlockHasher, short_key
 from minivllm.lessons.batching import Arrival, model_free_engine, serve
@@ -111,6 +115,54 @@ def check_blocks_for_branches(answer: Callable[[int, int, int, int], Any]) -> bo
     return _check(answer, cases)
 
 
+def check_visible(answer: Callable[[int, int, int | None], Any]) -> bool:
+    """Lesson 04: `answer(num_queries, seq_len, window)` is the mask `[num_queries, seq_len]`: which keys each
+    query may see. The queries are the last tokens of their text."""
+    cases = []
+    for queries, length, window in ((3, 3, None), (2, 5, None), (1, 4, None), (3, 6, 2), (4, 4, 9), (1, 5, 1)):
+        places = range(length - queries, length)
+        mask = [
+            [int(key <= place and (not window or key > place - window)) for key in range(length)] for place in places
+        ]
+        cases.append((f"{queries} queries, {length} tokens, window {window}", (queries, length, window), mask))
+    return _check(_then(answer, lambda mask: torch.as_tensor(mask).int().tolist()), cases)
+
+
+def check_rows_of_tile(answer: Callable[[int, int], Any]) -> bool:
+    """Lesson 04: `answer(ratio, block_m)` lists (query of the tile, head of the group) of each row of a query tile;
+    None for a spare row."""
+    cases = []
+    for ratio, block_m in ((3, 4), (3, 16), (1, 4), (2, 8), (5, 16), (7, 8)):
+        used = block_m // ratio * ratio
+        rows = [(row // ratio, row % ratio) if row < used else None for row in range(block_m)]
+        cases.append((f"ratio {ratio}, {block_m} rows", (ratio, block_m), rows))
+    return _check(_then(answer, lambda rows: [row if row is None else tuple(row) for row in rows]), cases)
+
+
+def check_merge(answer: Callable[[Tensor, Tensor], Any]) -> bool:
+    """Lesson 04: `answer(outs, lses)` merges outputs `[num_parts, head_dim]` with their log-sum-exps `[num_parts]` into
+    one (output, lse). An empty part has the output 0 and the log-sum-exp -inf. Three digits behind the point count."""
+    cases = []
+    for what, outs, weights, shift in (
+        ("two parts alike", [[1.0, 2.0], [3.0, 6.0]], [1, 1], 0.0),
+        ("a part of three times the weight", [[1.0, 2.0], [3.0, 6.0]], [1, 3], 0.0),
+        ("four parts, two of them empty", [[0.0], [8.0], [0.0], [4.0]], [0, 1, 0, 3], 2.0),
+        ("scores around 1000", [[1.0, 2.0], [3.0, 6.0]], [1, 3], 1000.0),
+        ("scores around -1000", [[1.0, 2.0], [3.0, 6.0]], [3, 1], -1000.0),
+        ("two empty parts", [[0.0, 0.0], [0.0, 0.0]], [0, 0], 0.0),
+    ):
+        total = sum(weights)
+        mean = [
+            sum(w * x for w, x in zip(weights, column, strict=True)) / (total or 1)
+            for column in zip(*outs, strict=True)
+        ]
+        lses = [math.log(weight) + shift if weight else -math.inf for weight in weights]
+        whole = round(math.log(total) + shift, 3) if total else -math.inf
+        given = tuple(torch.tensor(x, dtype=torch.float64) for x in (outs, lses))
+        cases.append((what, given, (mean, whole)))
+    return _check(_then(answer, _rounded), cases)
+
+
 def check_plan_step(answer: Callable[[Sequence[int], Sequence[int], int, int], Any]) -> bool:
     """Lesson 05: `answer(missing, prompts, budget, max_num_seqs)` is one step of the scheduler: the tokens that each
     running request gets (it misses `missing` of them), then those of each waiting prompt that is admitted."""
@@ -188,6 +240,21 @@ def check_tokens_found(answer: Callable[[list[list[int]], int], Any]) -> bool:
         found = [output.num_cached_tokens for output in outputs]
         cases.append((f"prompts of {lens} tokens, blocks of {size}", (prompts, size), found))
     return _check(answer, cases)
+
+
+def _rounded(merged: Any) -> tuple[list[float], float]:
+    out, lse = merged
+    return [round(x, 3) for x in torch.as_tensor(out).tolist()], round(float(lse), 3)
+
+
+def _then(answer: Callable[..., Any], form: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The answer in a form that is compared and printed; a blank stays blank."""
+
+    def formed(*arguments: Any) -> Any:
+        found = answer(*arguments)
+        return found if found is None or found is ... else form(found)
+
+    return formed
 
 
 def _row_steps(lens: Sequence[int], groups: Iterable[Sequence[int]]) -> int:

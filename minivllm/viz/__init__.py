@@ -4,6 +4,7 @@ from minivllm.viz.display import digest, show
 from minivllm.viz.evictions import eviction_timeline
 from minivllm.viz.explorer import Explorer, export_html, view
 from minivllm.viz.figures import SlabRow, growth, horizontal_bars, live_rows, roofline, slab_map
+from minivllm.viz.kernel import card_rooflines, online_softmax, program_reads, programs_per_card
 from minivllm.viz.memory import block_tables, fragmentation_over_time, memory_map, replay, stacked_shares
 from minivllm.viz.prefix_cache import hit_rate, ttft_cold_warm
 from minivllm.viz.prefix_tree import prefix_tree
@@ -26,6 +27,7 @@ __all__ = [
     "batch_point",
     "batch_size_curves",
     "block_tables",
+    "card_rooflines",
     "compare_traces",
     "digest",
     "eviction_timeline",
@@ -39,7 +41,10 @@ __all__ = [
     "live_rows",
     "memory_map",
     "narrate",
+    "online_softmax",
     "prefix_tree",
+    "program_reads",
+    "programs_per_card",
     "queue_and_usage",
     "replay",
     "request_timeline",

@@ -22,8 +22,7 @@ triton = pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("test_interpreter.py runs this file in a process of its own", allow_module_level=True)
 
-from minivllm.kernels.backend import choose_splits  # noqa: E402
-from minivllm.kernels.launch import choose_launch  # noqa: E402
+from minivllm.kernels.launch import choose_launch, choose_splits  # noqa: E402
 from minivllm.kernels.paged_attention import merge_kernel, paged_attention  # noqa: E402
 from minivllm.kernels.reshape_and_cache import reshape_and_cache  # noqa: E402
 
