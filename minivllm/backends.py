@@ -1,19 +1,18 @@
-"""Which attention back end a model runs on."""
+"""Which attention back end a model runs on. Where "auto" finds that one can't run, it takes plain torch and says so."""
 
 import logging
 
 import torch
 
 from minivllm.model.architecture import ModelConfig
-from minivllm.model.attention import Attention, PagedAttention
+from minivllm.model.attention import Attention, KVCache, PagedAttention
+from minivllm.model.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
 
 def resolve_attention(name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> type[Attention]:
     """The back end of a name: "torch", "triton", or "auto": Triton's kernels on a CUDA card, plain torch elsewhere.
-
-    Where "auto" finds that the kernels can't run on a card, it takes plain torch and says so in the log.
 
     Args:
         name: one of the above.
@@ -31,8 +30,28 @@ def resolve_attention(name: str, config: ModelConfig, device: torch.device, dtyp
     except ValueError as error:
         if name == "triton":
             raise
-        logger.warning("attention in plain torch, slower than the kernels: %s", error)
-        return PagedAttention
+        return _plain_torch(error)
+
+
+def start_attention(name: str, model: Decoder, cache: KVCache) -> type[Attention]:
+    """The back end of a name, tried on a model's cache: whatever a card refuses, it refuses now.
+
+    Raises:
+        ValueError: see `resolve_attention`.
+    """
+    backend = resolve_attention(name, model.config, model.device, model.dtype)
+    try:
+        backend.warm_up(cache, model.config.num_heads)
+    except Exception as error:  # no compiler for what Triton generates, or more of the card than there is
+        if name != "auto":
+            raise
+        return _plain_torch(error)
+    return backend
+
+
+def _plain_torch(error: Exception) -> type[Attention]:
+    logger.warning("attention in plain torch, slower than the kernels: %s", error)
+    return PagedAttention
 
 
 def _triton(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> type[Attention]:

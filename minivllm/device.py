@@ -1,5 +1,7 @@
 """Which device and which number format to compute with, and the way to the device."""
 
+import contextlib
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -59,3 +61,8 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     """Sends an array on its way to the device and does not wait; on a CPU the tensor shares the array's memory."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a card the current one, which Triton's launches go to whatever card their tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.backends import resolve_attention
+from minivllm.backends import start_attention
 from minivllm.config import EngineConfig
-from minivllm.device import to_device
+from minivllm.device import on_device, to_device
 from minivllm.model.attention import KVCache
 from minivllm.model.decoder import Decoder
 from minivllm.model.inputs import PassInputs, PassRow
@@ -82,12 +82,12 @@ class ModelRunner:
 
         Raises:
             ValueError: a back end that can't run here; see
-                `minivllm.backends.resolve_attention`.
+                `minivllm.backends.start_attention`.
         """
         self.model = model
-        self.attention = resolve_attention(attention_backend, model.config, model.device, model.dtype)
         self.cache = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
-        self.attention.warm_up(self.cache, model.config.num_heads)
+        with on_device(model.device):
+            self.attention = start_attention(attention_backend, model, self.cache)
         self.inputs = PassInputs(block_size, model.device)
         self.sampler = Sampler()
         self._rows: dict[str, RequestRow] = {}
@@ -109,7 +109,8 @@ class ModelRunner:
             except Exception as error:
                 output.failed[name] = f"{type(error).__name__}: {error}"
         if scheduled:
-            self._run_or_split(scheduled, output)
+            with on_device(self.model.device):
+                self._run_or_split(scheduled, output)
         output.elapsed_s = time.perf_counter() - started
         return output
 
@@ -132,16 +133,17 @@ class ModelRunner:
 
     def _run_or_split(self, scheduled: list[ScheduledRow], output: RunnerOutput) -> None:
         """Runs rows together, or one by one if that raises: running a row again writes the same keys and values."""
+        problem, tokens_of_rows = "", list[list[int]]()
         try:
             tokens_of_rows = self._run(scheduled)
         except Exception as error:
-            if len(scheduled) == 1:
-                output.failed[scheduled[0].row.request_id] = f"{type(error).__name__}: {error}"
-                return
-            if self.model.device.type == "cuda":
-                torch.cuda.synchronize(self.model.device)  # the pass that failed may still read the input buffers
+            problem = f"{type(error).__name__}: {error}"  # and not the error itself, which would keep its pass's memory
+        if problem and len(scheduled) == 1:
+            output.failed[scheduled[0].row.request_id] = problem
+        elif problem:
             for item in scheduled:
                 self._run_or_split([item], output)
+        if problem:
             return
         for item, drawn in zip(scheduled, tokens_of_rows, strict=True):
             item.row.num_computed_tokens = item.end

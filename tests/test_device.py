@@ -80,7 +80,7 @@ def test_the_kernels_are_for_cuda_and_torch_for_everything_else(tiny_llama, a_ca
 def test_heads_too_large_for_a_card_are_found_at_the_start(tiny_llama, a_card, monkeypatch, caplog):
     config = replace(tiny_llama[1].config, head_dim=256, num_heads=256, num_kv_heads=1)
     monkeypatch.setattr(a_card, "card_limits", lambda device: (65_536, 40))
-    with pytest.raises(ValueError, match=r"256 query heads per KV head need 147456 bytes of shared .* has 65536"):
+    with pytest.raises(ValueError, match=r"256 query heads per KV head need 278528 bytes of shared .* has 65536"):
         resolve_attention("triton", config, CUDA, torch.float16)
     assert resolve_attention("auto", config, CUDA, torch.float16) is PagedAttention
     assert len(caplog.records) == 1

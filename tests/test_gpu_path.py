@@ -5,6 +5,8 @@ raises.
 """
 
 import warnings
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from minivllm import LLM, SamplingParams
 from minivllm.model import inputs as inputs_module
+from minivllm.model.attention import PagedAttention
 from minivllm.model.inputs import PassInputs, PassRow, pack_rows
 from minivllm.runner import ModelRunner
 from minivllm.scheduler.plan import NewRequest, SchedulerOutput
@@ -73,9 +76,11 @@ def test_buffers_that_are_large_enough_stay_where_they_are():
     assert places((0, 17))[0][:2] != first[0][:2]
 
 
-def test_a_block_table_that_is_too_short_is_found():
+def test_a_block_table_or_a_text_that_is_too_short_is_found():
     with pytest.raises(AssertionError, match="9 tokens in 2 blocks of 4"):
         pack_rows([PassRow(list(range(9)), 8, 9, [3, 4])], 4, CPU)
+    with pytest.raises(AssertionError, match="3 tokens are to be computed and fewer are known"):
+        pack_rows([PassRow([7], 0, 3, [0])], 4, CPU)
 
 
 # --- padded batches, as a recorded graph of a decode pass would run them ----------------------------------------
@@ -157,7 +162,7 @@ def fake_runner(tiny_pair, monkeypatch):
     monkeypatch.setattr("minivllm.kernels.paged_attention.merge_kernel", kernels[1])
     monkeypatch.setattr("minivllm.kernels.reshape_and_cache.reshape_and_cache_kernel", kernels[2])
     monkeypatch.setattr(backend, "card_limits", lambda device: (101_376, 128))
-    monkeypatch.setattr("minivllm.runner.resolve_attention", lambda *args: backend.TritonAttention)
+    monkeypatch.setattr("minivllm.backends.resolve_attention", lambda *args: backend.TritonAttention)
     monkeypatch.setattr(inputs_module, "CpuGpuBuffer", FakeBuffer)
 
     def fake_transfer(values, device):
@@ -199,8 +204,10 @@ def test_a_step_waits_for_the_card_once(fake_runner):
     assert fake_runner.execute(plan).failed == {} and fake_runner.waits[2:] == [(2,)]
     plan = SchedulerOutput(3, new_requests=[new("c", 30, GREEDY, [3, 4])], num_scheduled_tokens={"c": 8})
     assert fake_runner.execute(plan).failed == {} and fake_runner.waits[3:] == [(1,)]
+    plan = SchedulerOutput(4, num_scheduled_tokens={"c": 1})  # a chunk of one token has a flag as well
+    assert fake_runner.execute(plan).failed == {} and fake_runner.waits[4:] == [(1,)]
     launched = [len(kernel.variants) - before for kernel, before in zip(fake_runner.kernels, warm, strict=True)]
-    assert launched == [4 * 2, 0, 4 * 2]  # four passes of two layers: attention, no merging, writing
+    assert launched == [5 * 2, 0, 5 * 2]  # five passes of two layers: attention, no merging, writing
 
 
 @pytest.mark.parametrize("peek", ["item", "list", "mask", "copy", "tensor"])
@@ -238,6 +245,51 @@ def test_whatever_a_pass_launches_was_tried_at_the_start(fake_runner, monkeypatc
         assert fake_runner.execute(plan).failed == {}
     seen = [set(kernel.variants) for kernel in fake_runner.kernels]
     assert seen == warm and [len(variants) for variants in warm] == [8, 4, 1]
+
+
+def test_a_pass_waits_for_the_copies_of_the_one_before(monkeypatch):
+    """It may have been given up while they were under way."""
+    log = []
+    inputs = PassInputs(4, CPU)
+    inputs._sent = SimpleNamespace(synchronize=lambda: log.append("wait"), record=lambda: log.append("sent"))
+    fill = inputs_module._fill
+    monkeypatch.setattr(inputs_module, "_fill", lambda *args: (log.append("fill"), fill(*args)))
+    for _ in range(2):
+        inputs.pack(rows_of((0, 6)))
+    assert log == ["wait", "fill", "sent"] * 2
+
+
+def test_what_a_failed_pass_held_is_free_before_its_rows_run_again(tiny_llama):
+    engine = build_engine(tiny_llama[1], 40)
+    for index, prompt in enumerate(random_prompts([5, 6, 7])):
+        engine.add_request(str(index), prompt, GREEDY)
+    run, alive, held = engine.runner._run, [], []
+
+    def runs_out(scheduled):
+        if len(scheduled) > 1:
+            activations = torch.zeros(1000)
+            held.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("out of memory")
+        alive.extend(ref() is not None for ref in held)
+        return run(scheduled)
+
+    engine.runner._run = runs_out
+    engine.step()
+    assert alive == [False] * 3
+
+
+def test_auto_takes_plain_torch_where_the_kernels_do_not_start(tiny_llama, monkeypatch, caplog):
+    backend = pytest.importorskip("minivllm.kernels.backend")
+
+    def no_compiler(cache, num_heads):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(backend.TritonAttention, "warm_up", no_compiler)
+    monkeypatch.setattr("minivllm.backends.resolve_attention", lambda *args: backend.TritonAttention)
+    assert ModelRunner(tiny_llama[1], 4, 16).attention is PagedAttention
+    assert "attention in plain torch, slower than the kernels: Failed to find C compiler" in caplog.text
+    with pytest.raises(RuntimeError, match="C compiler"):
+        ModelRunner(tiny_llama[1], 4, 16, "triton")
 
 
 # --- with a card -----------------------------------------------------------------------------------------------------

@@ -308,6 +308,24 @@ def test_smp09_a_broken_last_chunk_is_seen_by_its_logits(tiny_llama):
     assert output.outputs[0].finish_reason == "error" and findable(engine) == {}
 
 
+def test_smp09_a_broken_chunk_of_one_token_ends_the_request_in_its_step(tiny_llama):
+    """No row of its step has more than one token, and not all of them draw."""
+    engine = build_engine(broken_at(tiny_llama[1], 96), 30, long_prefill_token_threshold=1)
+    engine.add_request("bad", [5, 5, 96, 5, 5], greedy(3))
+    assert engine.step() == [] and engine.step() == []
+    [output] = engine.step()
+    assert output.outputs[0].finish_reason == "error"
+
+
+def test_smp09_a_broken_token_that_the_last_one_does_not_see_ends_the_request(tiny_pair):
+    """Its logits are sound; its block, which others might find, is not."""
+    _, decoder = tiny_pair("Mistral", sliding_window=2)
+    engine = build_engine(broken_at(decoder, 96), 30)
+    engine.add_request("bad", [96, *[5] * 30], greedy(3))
+    [output] = run_to_end(engine).values()
+    assert output.outputs[0].finish_reason == "error" and findable(engine) == {}
+
+
 def test_smp09_a_row_is_broken_if_any_of_its_tokens_is():
     """Also one that its last token does not see, as under a sliding window."""
     hidden = torch.zeros(7, 3)

@@ -35,8 +35,10 @@ class TritonAttention:
         num_kv_heads, head_dim = keys.shape[2:]
         limit, _ = card_limits(device)
         row = torch.zeros(2, dtype=torch.int64, device=device)
-        q, k = (torch.zeros(1, heads, head_dim, dtype=keys.dtype, device=device) for heads in (num_heads, num_kv_heads))
-        reshape_and_cache(k, k, keys, values, row[:1] - 1)
+        counts = (num_heads, num_kv_heads, num_kv_heads)
+        q, k, v = torch.zeros(1, sum(counts), head_dim, dtype=keys.dtype, device=device).split(counts, dim=1)
+        reshape_and_cache(k.contiguous(), v, keys, values, row[:1] - 1)  # v as it comes out of the fused projection
+        q = q.contiguous()
         launches = {choose_launch(head_dim, num_heads // num_kv_heads, q.itemsize, limit, 2**size) for size in range(8)}
         for launch in launches:
             paged_attention(q, keys, values, row, row[:1], row[:1, None], launch)

@@ -8,6 +8,7 @@ would have to keep outside the registers is not asked for (the tests read that o
 from dataclasses import dataclass
 
 SMALLEST_TILE = 16  # rows and columns of a matrix product on tensor cores
+SMALL_CARD = 65_536  # bytes of shared memory of the cards before sm_80
 MOST_SPLITS = 16
 LEAST_KEYS = 256  # per split: below, merging costs more than it saves
 
@@ -36,9 +37,16 @@ def next_power_of_2(value: int) -> int:
     return 1 << (value - 1).bit_length()
 
 
-def shared_memory_bytes(block_m: int, tile_n: int, head_dim: int, itemsize: int, num_stages: int) -> int:
-    """Shared memory that a program takes, at most: the tiles of keys and values in flight, and the query tile."""
-    return (num_stages * 2 * tile_n + block_m) * next_power_of_2(head_dim) * itemsize
+def shared_memory_bytes(
+    block_m: int, tile_n: int, head_dim: int, itemsize: int, num_stages: int, old_card: bool = False
+) -> int:
+    """Shared memory that a program takes, at most: the tiles of keys and values in flight, and the query tile.
+
+    On a card without asynchronous copies (before sm_80) one tile is in flight, and in 16 bits the operands of both
+    products pass through it, so that the query tile counts twice.
+    """
+    tiles = num_stages * 2 * tile_n + block_m * (2 if old_card and itemsize < 4 else 1)
+    return tiles * next_power_of_2(head_dim) * itemsize
 
 
 def choose_launch(head_dim: int, ratio: int, itemsize: int, shared_limit: int, max_query_len: int = 1) -> Launch:
@@ -54,10 +62,12 @@ def choose_launch(head_dim: int, ratio: int, itemsize: int, shared_limit: int, m
     Raises:
         ValueError: not even the smallest tiles fit.
     """
-    width = next_power_of_2(head_dim)
-    # The most that stays in registers, as compiled for sm_80, sm_89 and sm_90. Float32 is multiplied without tensor
-    # cores, with its operands in registers too.
-    if itemsize < 4:
+    width, old_card = next_power_of_2(head_dim), shared_limit <= SMALL_CARD
+    # The most that stays in registers, as compiled for sm_75, sm_80, sm_89 and sm_90. Float32 is multiplied without
+    # tensor cores, with its operands in registers too.
+    if old_card:
+        most_rows, most_keys, most_stages = SMALLEST_TILE, 32 if width <= 128 else 16, 1
+    elif itemsize < 4:
         most_rows, most_keys, most_stages = (128, 64, 3) if width <= 64 else (128 if width <= 128 else 64, 32, 3)
     else:
         most_rows, most_keys, most_stages = 32 if width <= 128 else 16, 16, 2
@@ -67,13 +77,13 @@ def choose_launch(head_dim: int, ratio: int, itemsize: int, shared_limit: int, m
         num_warps = 8 if rows >= (64 if itemsize < 4 else 32) or (itemsize == 4 and width >= 128) else 4
         for tile_n in (size for size in (64, 32, 16) if size <= most_keys):
             for num_stages in range(most_stages, 0, -1):
-                if shared_memory_bytes(rows, tile_n, head_dim, itemsize, num_stages) <= shared_limit:
+                if shared_memory_bytes(rows, tile_n, head_dim, itemsize, num_stages, old_card) <= shared_limit:
                     return Launch(rows, rows // ratio, tile_n, num_warps, num_stages)
         if rows == least_rows:
+            least = shared_memory_bytes(rows, SMALLEST_TILE, head_dim, itemsize, 1, old_card)
             raise ValueError(
-                f"heads of {head_dim} numbers and {ratio} query heads per KV head need "
-                f"{shared_memory_bytes(rows, SMALLEST_TILE, head_dim, itemsize, 1)} bytes of shared memory, and the "
-                f"card has {shared_limit}: take attention_backend='torch'"
+                f"heads of {head_dim} numbers and {ratio} query heads per KV head need {least} bytes of shared memory, "
+                f"and the card has {shared_limit}: take attention_backend='torch'"
             )
         rows //= 2
 

@@ -108,6 +108,7 @@ def paged_attention_kernel(
         visible = row_ok[:, None] & (place <= position[:, None])
         if window > 0:
             visible = visible & (place > position[:, None] - window)
+        scores = tl.where(scores == float("-inf"), float("nan"), scores)  # it overflowed: no output may look sound
         scores = tl.where(visible, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # a row that has seen nothing yet

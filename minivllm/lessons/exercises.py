@@ -3,18 +3,33 @@
 A check never raises for a wrong answer: a blank exercise runs through like any other cell.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from minivllm.kv_cache.block_hash import BlockHasher, short_key
 from minivllm.lessons.batching import Arrival, model_free_engine, serve
+from minivllm.lessons.checking import check, say
 from minivllm.lessons.cost import pass_cost
+from minivllm.lessons.kernel_exercises import check_merge, check_rows_of_tile, check_visible
 from minivllm.model.architecture import ModelConfig
 from minivllm.request import Request, SamplingParams
+
+__all__ = [
+    "check_batch_at_ridge",
+    "check_batches",
+    "check_block_keys",
+    "check_blocks_for_branches",
+    "check_continuous_steps",
+    "check_merge",
+    "check_plan_step",
+    "check_rows_of_tile",
+    "check_slot_of",
+    "check_slots",
+    "check_text_of_tokens",
+    "check_tokens_computed",
+    "check_tokens_found",
+    "check_visible",
+]
 
 
 def check_text_of_tokens(answer: Callable[[Any, Sequence[int]], Any], tokenizer: Any) -> bool:
@@ -24,7 +39,7 @@ def check_text_of_tokens(answer: Callable[[Any, Sequence[int]], Any], tokenizer:
     for text in texts:
         ids = tokenizer.encode(text)
         cases.append((f"the tokens of {text!r}", (tokenizer, ids), [tokenizer.decode([i]) for i in ids]))
-    return _check(answer, cases)
+    return check(answer, cases)
 
 
 def check_tokens_computed(answer: Callable[[int, int, bool], Any]) -> bool:
@@ -35,7 +50,7 @@ def check_tokens_computed(answer: Callable[[int, int, bool], Any]) -> bool:
         cases.append((f"{prompt_len} + {output_len} tokens without a cache", (prompt_len, output_len, False), without))
         with_cache = prompt_len + output_len - 1
         cases.append((f"{prompt_len} + {output_len} tokens with a cache", (prompt_len, output_len, True), with_cache))
-    return _check(answer, cases)
+    return check(answer, cases)
 
 
 def check_batch_at_ridge(answer: Callable[[ModelConfig, float], Any], config: ModelConfig) -> bool:
@@ -47,7 +62,7 @@ def check_batch_at_ridge(answer: Callable[[ModelConfig, float], Any], config: Mo
         while pass_cost(config, batch, 1, 0, 2).intensity < ridge:
             batch += 1
         cases.append((f"a ridge at {ridge} flop/byte", (config, ridge), batch))
-    return _check(answer, cases)
+    return check(answer, cases)
 
 
 def check_slots(answer: Callable[[Sequence[int], Sequence[int], int], Any]) -> bool:
@@ -58,7 +73,7 @@ def check_slots(answer: Callable[[Sequence[int], Sequence[int], int], Any]) -> b
         used = sum(prompts) + sum(outputs) - len(outputs)
         what = f"prompts {prompts}, answers {outputs}, slabs of {slab}"
         cases.append((what, (prompts, outputs, slab), used / (slab * len(prompts))))
-    return _check(answer, cases)
+    return check(answer, cases)
 
 
 def check_batches(answer: Callable[[Sequence[int], int], Any]) -> bool:
@@ -71,22 +86,22 @@ def check_batches(answer: Callable[[Sequence[int], int], Any]) -> bool:
             groups = [list(group) for group in answer(lens, batch)]
             dealt = sorted(index for group in groups for index in group)
         except Exception as error:
-            return _say(False, f"not yet: for answers of {lens} tokens your function raised {error!r}")
+            return say(False, f"not yet: for answers of {lens} tokens your function raised {error!r}")
         if dealt != list(range(len(lens))):
-            return _say(
+            return say(
                 False,
                 f"not yet: of requests 0 to {len(lens) - 1} you dealt {dealt}; each belongs in one batch",
             )
         if {len(group) for group in groups} != {batch}:
             sizes = [len(group) for group in groups]
-            return _say(False, f"not yet: your batches have {sizes} rows; each should have {batch}")
+            return say(False, f"not yet: your batches have {sizes} rows; each should have {batch}")
         found = _row_steps(lens, groups)
         if found > best:
-            return _say(
+            return say(
                 False,
                 f"not yet: answers of {lens} tokens cost {found} row-steps as you dealt; {best} is possible",
             )
-    return _say(True, "right: no other deal computes fewer row-steps")
+    return say(True, "right: no other deal computes fewer row-steps")
 
 
 def check_slot_of(answer: Callable[[Sequence[int], int, int], Any]) -> bool:
@@ -101,7 +116,7 @@ def check_slot_of(answer: Callable[[Sequence[int], int, int], Any]) -> bool:
     ):
         slot = table[position // size] * size + position % size
         cases.append((f"position {position} of table {table}, blocks of {size}", (table, position, size), slot))
-    return _check(answer, cases)
+    return check(answer, cases)
 
 
 def check_blocks_for_branches(answer: Callable[[int, int, int, int], Any]) -> bool:
@@ -112,55 +127,7 @@ def check_blocks_for_branches(answer: Callable[[int, int, int, int], Any]) -> bo
         shared, alone = prompt // size, -(-(prompt + output - 1) // size)
         what = f"{n} branches of {output} tokens after a prompt of {prompt}, blocks of {size}"
         cases.append((what, (prompt, output, n, size), shared + n * (alone - shared)))
-    return _check(answer, cases)
-
-
-def check_visible(answer: Callable[[int, int, int | None], Any]) -> bool:
-    """Lesson 04: `answer(num_queries, seq_len, window)` is the mask `[num_queries, seq_len]`: which keys each
-    query may see. The queries are the last tokens of their text."""
-    cases = []
-    for queries, length, window in ((3, 3, None), (2, 5, None), (1, 4, None), (3, 6, 2), (4, 4, 9), (1, 5, 1)):
-        places = range(length - queries, length)
-        mask = [
-            [int(key <= place and (not window or key > place - window)) for key in range(length)] for place in places
-        ]
-        cases.append((f"{queries} queries, {length} tokens, window {window}", (queries, length, window), mask))
-    return _check(_then(answer, lambda mask: torch.as_tensor(mask).int().tolist()), cases)
-
-
-def check_rows_of_tile(answer: Callable[[int, int], Any]) -> bool:
-    """Lesson 04: `answer(ratio, block_m)` lists (query of the tile, head of the group) of each row of a query tile;
-    None for a spare row."""
-    cases = []
-    for ratio, block_m in ((3, 4), (3, 16), (1, 4), (2, 8), (5, 16), (7, 8)):
-        used = block_m // ratio * ratio
-        rows = [(row // ratio, row % ratio) if row < used else None for row in range(block_m)]
-        cases.append((f"ratio {ratio}, {block_m} rows", (ratio, block_m), rows))
-    return _check(_then(answer, lambda rows: [row if row is None else tuple(row) for row in rows]), cases)
-
-
-def check_merge(answer: Callable[[Tensor, Tensor], Any]) -> bool:
-    """Lesson 04: `answer(outs, lses)` merges outputs `[num_parts, head_dim]` with their log-sum-exps `[num_parts]` into
-    one (output, lse). An empty part has the output 0 and the log-sum-exp -inf. Three digits behind the point count."""
-    cases = []
-    for what, outs, weights, shift in (
-        ("two parts alike", [[1.0, 2.0], [3.0, 6.0]], [1, 1], 0.0),
-        ("a part of three times the weight", [[1.0, 2.0], [3.0, 6.0]], [1, 3], 0.0),
-        ("four parts, two of them empty", [[0.0], [8.0], [0.0], [4.0]], [0, 1, 0, 3], 2.0),
-        ("scores around 1000", [[1.0, 2.0], [3.0, 6.0]], [1, 3], 1000.0),
-        ("scores around -1000", [[1.0, 2.0], [3.0, 6.0]], [3, 1], -1000.0),
-        ("two empty parts", [[0.0, 0.0], [0.0, 0.0]], [0, 0], 0.0),
-    ):
-        total = sum(weights)
-        mean = [
-            sum(w * x for w, x in zip(weights, column, strict=True)) / (total or 1)
-            for column in zip(*outs, strict=True)
-        ]
-        lses = [math.log(weight) + shift if weight else -math.inf for weight in weights]
-        whole = round(math.log(total) + shift, 3) if total else -math.inf
-        given = tuple(torch.tensor(x, dtype=torch.float64) for x in (outs, lses))
-        cases.append((what, given, (mean, whole)))
-    return _check(_then(answer, _rounded), cases)
+    return check(answer, cases)
 
 
 def check_plan_step(answer: Callable[[Sequence[int], Sequence[int], int, int], Any]) -> bool:
@@ -184,7 +151,7 @@ def check_plan_step(answer: Callable[[Sequence[int], Sequence[int], int, int], A
                 given.append(min(length, budget - sum(given)))
         what = f"running miss {missing}, prompts {prompts} wait, budget {budget}, {rows} rows"
         cases.append((what, (missing, prompts, budget, rows), given))
-    return _check(answer, cases)
+    return check(answer, cases)
 
 
 def check_continuous_steps(answer: Callable[[Sequence[int], int], Any]) -> bool:
@@ -195,7 +162,7 @@ def check_continuous_steps(answer: Callable[[Sequence[int], int], Any]) -> bool:
         engine = model_free_engine(max_num_seqs=rows)
         steps = len(serve(engine, [Arrival([0], length) for length in lens]).trace)
         cases.append((f"answers of {lens} tokens, {rows} rows", (lens, rows), steps))
-    return _check(answer, cases)
+    return check(answer, cases)
 
 
 def check_block_keys(answer: Callable[[list[int], int, str | None], Any]) -> bool:
@@ -219,7 +186,7 @@ def check_block_keys(answer: Callable[[list[int], int, str | None], Any]) -> boo
         listed = isinstance(keys, (list, tuple)) and all(isinstance(key, bytes) for key in keys)
         return [short_key(key) for key in keys] if listed else keys
 
-    return _check(in_short, cases)
+    return check(in_short, cases)
 
 
 def check_tokens_found(answer: Callable[[list[list[int]], int], Any]) -> bool:
@@ -239,53 +206,8 @@ def check_tokens_found(answer: Callable[[list[list[int]], int], Any]) -> bool:
         outputs = serve(engine, [Arrival(prompt, 1) for prompt in prompts]).outputs
         found = [output.num_cached_tokens for output in outputs]
         cases.append((f"prompts of {lens} tokens, blocks of {size}", (prompts, size), found))
-    return _check(answer, cases)
-
-
-def _rounded(merged: Any) -> tuple[list[float], float]:
-    out, lse = merged
-    return [round(x, 3) for x in torch.as_tensor(out).tolist()], round(float(lse), 3)
-
-
-def _then(answer: Callable[..., Any], form: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The answer in a form that is compared and printed; a blank stays blank."""
-
-    def formed(*arguments: Any) -> Any:
-        found = answer(*arguments)
-        return found if found is None or found is ... else form(found)
-
-    return formed
+    return check(answer, cases)
 
 
 def _row_steps(lens: Sequence[int], groups: Iterable[Sequence[int]]) -> int:
     return sum(len(group) * max(lens[index] for index in group) for group in groups)
-
-
-def _check(answer: Callable[..., Any], cases: Sequence[tuple[str, tuple[Any, ...], Any]]) -> bool:
-    for what, arguments, expected in cases:
-        try:
-            found = answer(*arguments)
-        except Exception as error:
-            return _say(False, f"not yet: for {what} your function raised {error!r}")
-        if found is None or found is ...:
-            return _say(False, f"not yet: for {what} your function returned {found!r}; fill in its body")
-        if not _equal(found, expected):
-            return _say(False, f"not yet: for {what} you got {found!r}, it is {expected!r}")
-    return _say(True, f"right: all {len(cases)} cases")
-
-
-def _equal(found: Any, expected: Any) -> bool:
-    """Whether an answer is right; any sequence will do for a list, and an answer of any other kind is wrong."""
-    try:
-        if isinstance(expected, list):
-            return list(found) == expected
-        if isinstance(expected, float):
-            return abs(float(found) - expected) < 1e-9
-        return bool(found == expected)
-    except Exception:
-        return False
-
-
-def _say(right: bool, sentence: str) -> bool:
-    print(sentence)
-    return right

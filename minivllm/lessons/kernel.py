@@ -1,29 +1,25 @@
-"""What the lesson on kernels needs beside the kernels: what a program reads, a run wherever there is none, and costs.
+"""What the lesson on kernels needs beside the kernels: what a program reads, and runs of them wherever there is none.
 
-A kernel is compiled or interpreted, and Triton decides which when it is imported. So the interpreter has a process of
-its own, `python -m minivllm.lessons.kernel`, and tensors go there and back through files.
+Every run goes to `kernel_process.run`; without Triton the torch reference stands in.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import minivllm.kernels
 from minivllm.kernels.launch import Launch, choose_launch
-from minivllm.model.attention import AttentionMetadata
+from minivllm.lessons import kernel_process
+from minivllm.model.attention import AttentionMetadata, write_kv
 from minivllm.model.attention import paged_attention as reference
 from minivllm.model.inputs import PassRow, pack_rows
 
-HAS_TRITON = find_spec("triton") is not None
-ROOT = Path(__file__).resolve().parents[2]
 SHARED_LIMIT = 101_376  # bytes, of a card of the sm_89 family: tiles that fit there fit on the larger ones too
 
 
@@ -168,7 +164,7 @@ def program_reads(call: KernelCall, tile: int, kv_head: int, split: int = 0) -> 
 
 
 def run_kernel(*calls: KernelCall) -> list[tuple[Tensor, Tensor]]:
-    """Runs the real kernel: on the GPU if there is one, else in Triton's interpreter. Without Triton, the reference.
+    """Runs the real kernel.
 
     Returns:
         Of each call the output, like `q`, and the log-sum-exp, `[num_tokens, num_heads]`; both on the CPU.
@@ -176,113 +172,120 @@ def run_kernel(*calls: KernelCall) -> list[tuple[Tensor, Tensor]]:
     Raises:
         RuntimeError: the interpreter failed; the message has what it said.
     """
-    if not HAS_TRITON:
+    if not kernel_process.HAS_TRITON:
         return [reference(call.q, call.keys, call.values, call.metadata, call.window) for call in calls]
-    if torch.cuda.is_available():
-        return [(out.cpu(), lse.cpu()) for out, lse in (_launch(call.to(torch.device("cuda"))) for call in calls)]
-    with tempfile.TemporaryDirectory() as folder:
-        files = [str(Path(folder, name)) for name in ("calls.pt", "results.pt")]
-        torch.save(calls, files[0])
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-        command = [sys.executable, "-m", "minivllm.lessons.kernel", *files]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"Triton's interpreter ended with {done.returncode}:\n{done.stderr[-2000:].strip()}")
-        return torch.load(files[1])
+    return kernel_process.run(_launch_all, calls)
 
 
-def where_it_runs() -> str:
-    """One sentence: where `run_kernel` runs the kernel on this machine."""
-    if not HAS_TRITON:
-        return "There is no Triton here (it exists for Linux only): you see the torch reference instead of the kernel."
-    if torch.cuda.is_available():
-        return f"The kernel is compiled and runs on the GPU, {torch.cuda.get_device_name()}."
-    return "There is no GPU here: Triton's interpreter runs the kernel, line by line, in a process of its own."
+def run_changed(call: KernelCall, old: str, new: str) -> tuple[Tensor, Tensor]:
+    """Runs the kernel with one piece of its source replaced, always in the interpreter; see `run_changes`."""
+    return run_changes(call, [(old, new)])[0]
 
 
-def _launch(call: KernelCall) -> tuple[Tensor, Tensor]:
-    from minivllm.kernels.paged_attention import paged_attention
+def run_changes(call: KernelCall, changes: Sequence[tuple[str, str]]) -> list[tuple[Tensor, Tensor]]:
+    """Runs the kernel once for each change (old, new) of its source, always in the interpreter.
+
+    Without Triton nothing changes.
+
+    Returns:
+        Of each change the output and the log-sum-exp, as `run_kernel` gives them.
+
+    Raises:
+        ValueError: `old` does not occur exactly once in the kernel.
+        RuntimeError: the changed kernel fails; the message has what the interpreter said.
+    """
+    from minivllm.lessons.source import kernel_source  # brings IPython, which the interpreter need not wait for
+
+    whole = Path(minivllm.kernels.__path__[0], "paged_attention.py").read_text()
+    kernel, texts = kernel_source("paged_attention_kernel"), []
+    for old, new in changes:
+        if (count := kernel.count(old)) != 1:
+            raise ValueError(f"{old!r} occurs {count} times in paged_attention_kernel; take a piece that occurs once")
+        texts.append(whole.replace(kernel, kernel.replace(old, new)))
+    if not kernel_process.HAS_TRITON:
+        return run_kernel(*[call] * len(texts))
+    return kernel_process.INTERPRETER.call(_launch_changed, call, texts)
+
+
+def run_toy(keys: Tensor, table: Tensor, num_keys: int) -> Tensor:
+    """Runs `toy_kernel.gather`: the keys of one request and one KV head behind each other, `[num_keys, head_dim]`."""
+    if not kernel_process.HAS_TRITON:
+        place, size = torch.arange(num_keys), keys.shape[1]
+        return keys.flatten(0, 1)[table[place // size] * size + place % size]
+    return kernel_process.run(_gather, keys, table, num_keys)
+
+
+def run_write(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+    """Runs `reshape_and_cache`, and returns the pools that it makes of copies of `keys` and `values`."""
+    if not kernel_process.HAS_TRITON:
+        keys, values = keys.clone(), values.clone()
+        write_kv(k, v, keys, values, slot_mapping)
+        return keys, values
+    return kernel_process.run(_write, k, v, keys, values, slot_mapping)
+
+
+def run_engine(prompts: Sequence[str], max_tokens: int) -> list[list[int]]:
+    """The token ids that the real model writes through the engine with `attention_backend="triton"`, greedily."""
+    if not kernel_process.HAS_TRITON:
+        return _generate(prompts, max_tokens, "torch")
+    return kernel_process.run(_generate, prompts, max_tokens, "triton")
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def launch_kernel(call: KernelCall, module: Any = None) -> tuple[Tensor, Tensor]:
+    """Launches the kernel on the device where the call lies; in the interpreter's process if that is the CPU.
+
+    Args:
+        call: what it is called with.
+        module: in which it is defined; None for the package's own.
+    """
+    from minivllm.kernels import paged_attention as own
 
     m = call.metadata
     where = (m.query_start_loc, m.seq_lens, m.block_table)
-    return paged_attention(call.q, call.keys, call.values, *where, call.launch, call.window, call.num_splits)
+    launch = (module or own).paged_attention
+    return launch(call.q, call.keys, call.values, *where, call.launch, call.window, call.num_splits)
 
 
-@dataclass(frozen=True)
-class AttentionCost:
-    """The least work of attention in one layer.
-
-    Attributes:
-        flops: multiplications and additions of the two products, for the keys that may be seen.
-        kv_bytes: keys and values, each read once.
-        query_bytes: queries read and outputs written.
-    """
-
-    flops: int
-    kv_bytes: int
-    query_bytes: int
-
-    @property
-    def intensity(self) -> float:
-        """Flops per byte moved."""
-        return self.flops / (self.kv_bytes + self.query_bytes)
-
-    @property
-    def gather_bytes(self) -> int:
-        """Bytes that move where keys and values are first copied: read, written, and read again."""
-        return 3 * self.kv_bytes + self.query_bytes
+def _launch_all(calls: Sequence[KernelCall]) -> list[tuple[Tensor, Tensor]]:
+    return [(out.cpu(), lse.cpu()) for out, lse in (launch_kernel(call.to(_device())) for call in calls)]
 
 
-def attention_cost(
-    rows: Sequence[tuple[int, int]], num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
-) -> AttentionCost:
-    """Cost of attention for requests with (query tokens, all tokens), numbers of `itemsize` bytes."""
-    seen = sum(n * (length - n) + n * (n + 1) // 2 for n, length in rows)
-    return AttentionCost(
-        flops=4 * num_heads * head_dim * seen,
-        kv_bytes=2 * sum(length for _, length in rows) * num_kv_heads * head_dim * itemsize,
-        query_bytes=2 * sum(n for n, _ in rows) * num_heads * head_dim * itemsize,
-    )
+def _launch_changed(call: KernelCall, texts: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
+    results = []
+    with TemporaryDirectory() as folder:
+        for index, text in enumerate(texts):
+            path = Path(folder, f"changed_{index}.py")
+            path.write_text(text)
+            spec = spec_from_file_location(path.stem, path)
+            assert spec and spec.loader
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+            results.append(launch_kernel(call, module))
+    return results
 
 
-@dataclass(frozen=True)
-class Card:
-    """A GPU by its data sheet: bandwidth, dense bfloat16 rate, multiprocessors, and the data sheet's address."""
+def _gather(keys: Tensor, table: Tensor, num_keys: int) -> Tensor:
+    from minivllm.lessons.toy_kernel import gather
 
-    name: str
-    bytes_per_s: float
-    flops_per_s: float
-    num_processors: int
-    source: str
+    return gather(keys.to(_device()), table.to(_device()), num_keys).cpu()
 
 
-def cards() -> list[Card]:
-    """The cards of data/cards.json."""
-    return [Card(**card) for card in json.loads((ROOT / "data" / "cards.json").read_text())]
+def _write(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    from minivllm.kernels.reshape_and_cache import reshape_and_cache
+
+    k, v, keys, values, slot_mapping = (tensor.to(_device(), copy=True) for tensor in tensors)
+    reshape_and_cache(k, v, keys, values, slot_mapping)
+    return keys.cpu(), values.cpu()
 
 
-def measure_decode(device: torch.device, batch: int = 256, context: int = 8192) -> tuple[float, float, float]:
-    """Measures a decode pass of the kernel (9 query and 3 KV heads of 64, bfloat16) beside a copy on the same device.
+def _generate(prompts: Sequence[str], max_tokens: int, backend: str) -> list[list[int]]:
+    from minivllm import LLM, SamplingParams
 
-    Returns:
-        Flops per byte of the pass, bytes per second of the kernel, bytes per second of the copy (read and written).
-    """
-    from minivllm.lessons.machine import best_seconds  # brings transformers, which the interpreter need not wait for
-
-    per_request = -(-context // 16)
-    blocks = torch.randperm(batch * per_request).view(batch, per_request).tolist()
-    metadata, _, _ = pack_rows([PassRow([0] * context, context - 1, context, table) for table in blocks], 16, device)
-    keys, values, q = (
-        torch.randn(*shape, dtype=torch.bfloat16, device=device)
-        for shape in ((batch * per_request, 16, 3, 64),) * 2 + ((batch, 9, 64),)
-    )
-    call = make_call(q, keys, values, metadata)
-    cost, target, times = attention_cost([(1, context)] * batch, 9, 3, 64, 2), torch.empty_like(keys), 10
-    kernel_s = best_seconds(lambda: [_launch(call) for _ in range(times)], device, repeats=5) / times
-    copy_s = best_seconds(lambda: [target.copy_(keys) for _ in range(times)], device, repeats=5) / times
-    return cost.intensity, (cost.kv_bytes + cost.query_bytes) / kernel_s, 2 * keys.nbytes / copy_s
-
-
-if __name__ == "__main__":
-    torch.save([_launch(call) for call in torch.load(sys.argv[1], weights_only=False)], sys.argv[2])
+    where = {"device": _device().type, "attention_backend": backend}
+    llm = LLM("smollm2-135m", dtype="float32", num_kv_blocks=64, **where)
+    outputs = llm.generate(list(prompts), SamplingParams(temperature=0.0, max_tokens=max_tokens), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]

@@ -58,6 +58,7 @@ class PassInputs:
     def __init__(self, block_size: int, device: torch.device) -> None:
         self.block_size, self.device = block_size, device
         self._buffers: dict[str, CpuGpuBuffer] = {}
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None  # the copies of the last pass
 
     def reserve(self, num_tokens: int, num_reqs: int, max_blocks: int) -> None:
         """Makes the buffers large enough for such a pass. Those that are stay where they are; others move.
@@ -88,15 +89,19 @@ class PassInputs:
             The metadata, and the ids and positions of the tokens, `[num_tokens]`; padding comes last, with 0 for both.
 
         Raises:
-            AssertionError: a block table that ends before its row does.
+            AssertionError: a block table, or the tokens, end before their row does.
         """
         starts = np.array([row.start for row in rows])
         ends = np.array([row.end for row in rows])
         num_blocks = np.array([len(row.block_ids) for row in rows])
         short = np.flatnonzero(num_blocks * self.block_size < ends)
         assert not len(short), f"{ends[short[0]]} tokens in {num_blocks[short[0]]} blocks of {self.block_size}"
+        unknown = [row.end for row in rows if len(row.token_ids) < row.end]
+        assert not unknown, f"{unknown[0]} tokens are to be computed and fewer are known"
         num_reqs, num_tokens, longest = len(rows), int((ends - starts).sum()), int(num_blocks.max())
         self.reserve(num_tokens + num_padded, num_reqs + num_padded, longest)
+        if self._sent is not None:
+            self._sent.synchronize()  # of a pass that was given up, they may still be under way
         host = {name: buffer.np for name, buffer in self._buffers.items()}
         _fill(host, rows, starts, ends, self.block_size, longest)
         _pad(host, num_tokens, num_reqs, num_padded)
@@ -104,6 +109,8 @@ class PassInputs:
         sizes |= dict.fromkeys(("seq_lens", "block_table"), num_reqs + num_padded)
         sizes["query_start_loc"] = num_reqs + num_padded + 1
         sent = {name: self._buffers[name].copy_to_gpu(count) for name, count in sizes.items()}
+        if self._sent is not None:
+            self._sent.record()
         input_ids, positions = sent.pop("input_ids"), sent.pop("positions")
         sent["block_table"] = sent["block_table"][:, :longest]
         longest_query, longest_text = int((ends - starts).max()), int(ends.max())

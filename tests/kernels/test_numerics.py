@@ -22,8 +22,8 @@ triton = pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("test_interpreter.py runs this file in a process of its own", allow_module_level=True)
 
-from minivllm.kernels.launch import choose_launch, choose_splits  # noqa: E402
-from minivllm.kernels.paged_attention import merge_kernel, paged_attention  # noqa: E402
+from minivllm.kernels.launch import Launch, choose_launch, choose_splits  # noqa: E402
+from minivllm.kernels.paged_attention import merge_kernel, paged_attention, paged_attention_kernel  # noqa: E402
 from minivllm.kernels.reshape_and_cache import reshape_and_cache  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -186,10 +186,17 @@ def test_keys_and_values_go_into_their_slots(dtype, kv_heads, head_dim, block_si
         reshape_and_cache(k.mT.contiguous().mT, v, keys, values, slots)
 
 
-@pytest.mark.parametrize("changes", [{}, {"sliding_window": 7}], ids=["full", "window"])
-def test_the_engine_gives_the_same_tokens_on_the_kernels(tiny_pair, changes):
+MIXED_WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("Mistral", {}), ("Mistral", {"sliding_window": 7}), ("Qwen2", MIXED_WINDOWS)],
+    ids=["full", "window", "a window in one layer"],
+)
+def test_the_engine_gives_the_same_tokens_on_the_kernels(tiny_pair, family, changes):
     """Mixed passes, chunks, a prefix cache and a pool so small that requests are preempted, filled with NaN before."""
-    reference_model, decoder = tiny_pair("Mistral", **changes)
+    reference_model, decoder = tiny_pair(family, **changes)
     decoder = decoder.float().to(DEVICE)
     prompts = random_prompts([20, 3, 17, 33])
     prompts.append(prompts[3] + [7])
@@ -210,6 +217,46 @@ def test_the_real_model_gives_the_frozen_tokens_on_the_kernels():
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     outputs = llm.generate([case["prompt_token_ids"] for case in cases], params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [case["token_ids"][:4] for case in cases]
+
+
+def test_a_spare_row_writes_nothing():
+    """The first tile alone, of 5 queries and a spare row: the token behind them is the next tile's."""
+    case = Case([(6, 9)])
+    m, launch = case.metadata, Launch(block_m=16, block_q=5, tile_n=16, num_warps=4, num_stages=1)
+    out, lse = torch.zeros_like(case.q), torch.full(case.q.shape[:2], -torch.inf, device=DEVICE)
+    places = (out, lse, case.q, case.keys, case.values, m.block_table, m.query_start_loc, m.seq_lens)
+    constants = {"NUM_HEADS": 6, "RATIO": 3, "HEAD_DIM": 64, "WIDTH": 64, "BLOCK_SIZE": 16, "BLOCK_M": 16}
+    constants |= {"BLOCK_Q": 5, "TILE_N": 16, "PRECISION": "ieee", "WIDEN": False}
+    paged_attention_kernel[(1, 2, 1)](*places, 0.125, 1, 6, 0, m.block_table.stride(0), 1, **constants)
+    expected, _ = case.run(launch=launch)
+    assert torch.equal(out[:5], expected[:5]) and (out[5] == 0).all() and (lse[5] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_score_that_overflowed_is_not_hidden(num_splits):
+    """Plain torch gives NaN where the only score is minus infinity; 0 would look sound."""
+    case = Case([(1, 1), (2, 2)])
+    case.keys[..., 0] = torch.where(case.keys[..., 0].isnan(), torch.nan, -1.0)
+    case.q[0, :, 0] = torch.inf
+    out, _ = case.run(num_splits=num_splits)
+    assert out[0].isnan().all() and out[1:].isfinite().all()
+
+
+def test_pools_beyond_two_to_the_31_numbers():
+    """Block numbers, slots and addresses in 64 bits. Only the pages that are touched take memory."""
+    num_blocks = 2**31 // (16 * 64) + 5
+    keys, values = (torch.empty(num_blocks, 16, 1, 64, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    k, v = (torch.randn(20, 1, 64, device=DEVICE).half() for _ in range(2))
+    table = [num_blocks - 1, num_blocks - 3]
+    slots = torch.tensor([table[p // 16] * 16 + p % 16 for p in range(20)], device=DEVICE)
+    reshape_and_cache(k, v, keys, values, slots)
+    assert torch.equal(keys[table[0]], k[:16]) and torch.equal(values[table[1], :4], v[16:])
+    metadata, _, _ = pack_rows([PassRow([0] * 20, 19, 20, table)], 16, DEVICE)
+    q = torch.randn(1, 3, 64, device=DEVICE).half()
+    where = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
+    out, _ = paged_attention(q, keys, values, *where, choose_launch(64, 3, 2, LIMIT))
+    expected, _ = reference(q, keys, values, metadata)
+    assert (out - expected).abs().max() <= TOLERANCE[torch.float16]
 
 
 def test_splits_fill_the_card_and_no_more():
