@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_attention(name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> type[Attention]:
-    """The back end of a name: "torch", "triton", or "auto": Triton's kernels on a CUDA card, plain torch elsewhere.
+    """The back end of a name: "torch", "triton", "numba", or "auto": Triton on a CUDA card, plain torch elsewhere.
 
     Args:
         name: one of the above.
@@ -21,16 +21,33 @@ def resolve_attention(name: str, config: ModelConfig, device: torch.device, dtyp
         dtype: what it computes in.
 
     Raises:
-        ValueError: "triton" where it is not installed, or can't compute on this device, in this type or at this size.
+        ValueError: one that is not installed, or can't compute on this device, in this type or at this size.
     """
     if name == "torch" or (name == "auto" and device.type != "cuda"):
         return PagedAttention
     try:
+        if name == "numba":
+            return _numba(device, dtype)
         return _triton(config, device, dtype)
     except ValueError as error:
-        if name == "triton":
+        if name != "auto":
             raise
         return _plain_torch(error)
+
+
+def fast_decoder(name: str, model: Decoder) -> Decoder:
+    """The model as a back end runs it best: Numba's with packed weights and fused operations, for which it takes the
+    given model's parameters over; the others as it is.
+
+    Raises:
+        ValueError: see `resolve_attention`.
+    """
+    if name != "numba":
+        return model
+    resolve_attention(name, model.config, model.device, model.dtype)
+    from minivllm.cpu.decoder import CpuDecoder
+
+    return CpuDecoder(model)
 
 
 def start_attention(name: str, model: Decoder, cache: KVCache) -> type[Attention]:
@@ -61,3 +78,16 @@ def _triton(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ty
         raise ValueError(f"attention_backend 'triton': {error}; Triton exists for Linux; take 'torch'") from None
     check_backend(config, device, dtype)
     return TritonAttention
+
+
+def _numba(device: torch.device, dtype: torch.dtype) -> type[Attention]:
+    try:
+        from minivllm.cpu.paged_attention import NumbaAttention
+    except ImportError as error:
+        raise ValueError(f"attention_backend 'numba': {error}; install numba, or take 'torch'") from None
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(
+            f"attention_backend 'numba' computes on a CPU in bfloat16, float32 or float64, and the model is on "
+            f"{device.type} in {dtype}: take 'auto' or 'torch'"
+        )
+    return NumbaAttention

@@ -44,7 +44,8 @@ class EngineConfig:
             "exact". None with paged memory, which reserves nothing.
         batching: "continuous", or "static": a batch runs until its slowest member ends (with max_num_seqs=1 there
             is no batching at all).
-        attention_backend: "torch", "triton" (kernels, for a CUDA card), or "auto": triton where there is a card.
+        attention_backend: "torch", "triton" (kernels, for a CUDA card), "numba" (a CPU, with packed weights), or
+            "auto": triton where there is a card, else torch.
 
     Raises:
         ValueError: a field has the wrong type or is out of range, or two contradict each other; the message
@@ -163,7 +164,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "kv_cache": ("paged", "contiguous"),
     "reservation": (None, "max", "pow2", "exact"),
     "batching": ("continuous", "static"),
-    "attention_backend": ("auto", "torch", "triton"),
+    "attention_backend": ("auto", "torch", "triton", "numba"),
 }
 
 

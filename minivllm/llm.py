@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from minivllm.backends import fast_decoder
 from minivllm.cache_size import KVCacheSize, choose_cache_size
 from minivllm.config import EngineConfig
 from minivllm.device import resolve_device, resolve_dtype
@@ -62,6 +63,7 @@ class LLM:
         folder = resolve_model(self.config.model)
         dtype = resolve_dtype(self.config.dtype, device, load_config(folder).dtype)
         self.model = load_decoder(folder, device, dtype, self.config.max_model_len)
+        self.model = fast_decoder(self.config.attention_backend, self.model)
         self.max_model_len = self.model.rotary.num_positions
         self.tokenizer = load_tokenizer(resolve_model(self.config.tokenizer) if self.config.tokenizer else folder)
         self.eos_token_ids = read_eos_token_ids(folder, self.tokenizer)
