@@ -104,7 +104,7 @@ def _attend(out, q, keys, values, table, starts, lens, units, first_unit, end_un
     queries, result = np.empty((2, TILE_QUERIES * num_heads, dim), wide)
     highest, total = np.empty((2, TILE_QUERIES * num_heads), wide)
     tile_k, tile_v = np.empty((2, num_kv_heads, padded, dim), wide)
-    weights = np.empty(padded, wide)
+    weights, shrinks = np.empty((num_heads, padded), wide), np.empty(num_heads, wide)
     for unit in range(first_unit, end_unit):
         request, first_query, num_queries = units[unit, 0], units[unit, 1], units[unit, 2]
         token = starts[request] + first_query
@@ -120,9 +120,9 @@ def _attend(out, q, keys, values, table, starts, lens, units, first_unit, end_un
                 begin = max(position + i - window + 1 - first_key, 0) if window > 0 else 0
                 end = min(position + i + 1 - first_key, block_size)
                 if begin < end:
-                    for head in range(num_heads):
-                        kv_head, row = head // (num_heads // num_kv_heads), i * num_heads + head
-                        _see(queries, row, tile_k, tile_v, kv_head, begin, end, weights, highest, total, result)
+                    _score(queries, i, tile_k, begin, end, weights)
+                    _weigh(i, weights, highest, total, shrinks)
+                    _add(i, weights, shrinks, tile_v, result)
         for row in range(num_queries * num_heads):
             for d in range(dim):
                 out[token + row // num_heads, row % num_heads, d] = result[row, d] / total[row]
@@ -143,46 +143,72 @@ def _take_in(q, token, num_queries, queries, highest, total, result):  # type: i
 @njit(fastmath=FASTMATH, inline="always")
 def _load_tile(memory, block, stored, tile):  # type: ignore[no-untyped-def]
     """Widens the heads of a block into `[num_kv_heads, padded, dim]`; 0 where nothing is stored."""
-    _, block_size, num_kv_heads, dim = memory.shape
-    for j in range(tile.shape[1]):
+    num_kv_heads, padded, dim = tile.shape
+    stored = min(memory.shape[1], stored)
+    for j in range(stored):
         for head in range(num_kv_heads):
-            if j < min(block_size, stored):
-                for d in range(dim):
-                    tile[head, j, d] = widen(memory[block, j, head, d])
-            else:
-                for d in range(dim):
-                    tile[head, j, d] = 0.0
+            for d in range(dim):
+                tile[head, j, d] = widen(memory[block, j, head, d])
+    for j in range(stored, padded):
+        for head in range(num_kv_heads):
+            for d in range(dim):
+                tile[head, j, d] = 0.0
 
 
 @njit(fastmath=FASTMATH, inline="always")
-def _see(queries, row, tile_k, tile_v, kv_head, begin, end, weights, highest, total, result):  # type: ignore[no-untyped-def]
-    """A row sees the keys begin to end of a tile: the online softmax."""
-    dim, padded = queries.shape[1], len(weights)
-    peak = highest[row]
-    for j in range(begin, end):
-        score = queries.dtype.type(0.0)
-        for d in range(dim):
-            score += queries[row, d] * tile_k[kv_head, j, d]
-        weights[j] = score
-        peak = max(peak, score)
-    shrink, seen = exp(highest[row] - peak), queries.dtype.type(0.0)
-    for j in range(begin, end):
-        weights[j] = exp(weights[j] - peak)
-    for j in range(begin, end):
-        seen += weights[j]
-    highest[row], total[row] = peak, total[row] * shrink + seen
-    for j in range(begin):
-        weights[j] = 0.0
-    for j in range(end, padded):
-        weights[j] = 0.0
-    for d in range(dim):
-        result[row, d] *= shrink
-    for j in range(0, padded, UNROLLED):
-        a, b, c, e = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
-        for d in range(dim):
-            result[row, d] += (
-                a * tile_v[kv_head, j, d]
-                + b * tile_v[kv_head, j + 1, d]
-                + c * tile_v[kv_head, j + 2, d]
-                + e * tile_v[kv_head, j + 3, d]
-            )
+def _score(queries, i, tile_k, begin, end, weights):  # type: ignore[no-untyped-def]
+    """The scores of a token's heads, `[num_heads, padded]`; minus infinity where a key is not to be seen."""
+    num_heads, padded = weights.shape
+    ratio, dim = num_heads // tile_k.shape[0], tile_k.shape[2]
+    for head in range(num_heads):
+        row, kv_head = i * num_heads + head, head // ratio
+        for j in range(begin, end):
+            score = weights.dtype.type(0.0)
+            for d in range(dim):
+                score += queries[row, d] * tile_k[kv_head, j, d]
+            weights[head, j] = score
+        for j in range(begin):
+            weights[head, j] = -np.inf
+        for j in range(end, padded):
+            weights[head, j] = -np.inf
+
+
+@njit(fastmath=FASTMATH, inline="always")
+def _weigh(i, weights, highest, total, shrinks):  # type: ignore[no-untyped-def]
+    """The online softmax: scores become weights, and each head's factor for what it has so far goes to `shrinks`."""
+    num_heads, padded = weights.shape
+    for head in range(num_heads):
+        peak = highest[i * num_heads + head]
+        for j in range(padded):
+            peak = max(peak, weights[head, j])
+        shrinks[head] = peak
+    for head in range(num_heads):
+        row, peak = i * num_heads + head, shrinks[head]
+        shrinks[head], highest[row] = exp(highest[row] - peak), peak
+    for head in range(num_heads):
+        row = i * num_heads + head
+        peak, seen = highest[row], weights.dtype.type(0.0)
+        for j in range(padded):
+            weight = exp(weights[head, j] - peak)
+            weights[head, j] = weight
+            seen += weight
+        total[row] = total[row] * shrinks[head] + seen
+
+
+@njit(fastmath=FASTMATH, inline="always")
+def _add(i, weights, shrinks, tile_v, result):  # type: ignore[no-untyped-def]
+    """Adds the values of a tile by their weights to what each head has so far."""
+    num_heads, padded = weights.shape
+    ratio, dim = num_heads // tile_v.shape[0], tile_v.shape[2]
+    for head in range(num_heads):
+        row, kv_head, kept = i * num_heads + head, head // ratio, shrinks[head]
+        for j in range(0, padded, UNROLLED):
+            a, b, c, e = weights[head, j], weights[head, j + 1], weights[head, j + 2], weights[head, j + 3]
+            for d in range(dim):
+                result[row, d] = kept * result[row, d] + (
+                    a * tile_v[kv_head, j, d]
+                    + b * tile_v[kv_head, j + 1, d]
+                    + c * tile_v[kv_head, j + 2, d]
+                    + e * tile_v[kv_head, j + 3, d]
+                )
+            kept = weights.dtype.type(1.0)
