@@ -83,6 +83,19 @@ def test_a_block_table_or_a_text_that_is_too_short_is_found():
         pack_rows([PassRow([7], 0, 3, [0])], 4, CPU)
 
 
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "ieee"), (torch.bfloat16, "tf32")])
+def test_float32_is_multiplied_as_such(monkeypatch, dtype, precision):
+    """On tensor cores float32 would be cut to ten bits. The interpreter does not know the difference."""
+    paged = pytest.importorskip("minivllm.kernels.paged_attention")
+    launch = pytest.importorskip("minivllm.kernels.launch").choose_launch(64, 3, dtype.itemsize, 101_376)
+    kernel = FakeKernel()
+    monkeypatch.setattr(paged, "paged_attention_kernel", kernel)
+    q, memory = (torch.empty(*shape, dtype=dtype, device=CARD) for shape in ((1, 9, 64), (4, 16, 3, 64)))
+    row = torch.empty(2, dtype=torch.int64, device=CARD)
+    paged.paged_attention(q, memory, memory, row, row[:1], row[:1, None], launch)
+    assert ("PRECISION", precision) in kernel.variants[0]
+
+
 # --- padded batches, as a recorded graph of a decode pass would run them ----------------------------------------
 
 

@@ -232,6 +232,28 @@ def test_a_spare_row_writes_nothing():
     assert torch.equal(out[:5], expected[:5]) and (out[5] == 0).all() and (lse[5] == -torch.inf).all()
 
 
+@pytest.mark.parametrize(("head_dim", "ratio"), [(80, 3), (64, 5), (112, 7)])
+def test_nothing_around_the_tensors_is_read_or_written(head_dim, ratio, monkeypatch):
+    """Queries between NaN, keys and values at the very end of their memory, and outputs between guard numbers."""
+    case = Case(MIXED, head_dim, ratio)
+    expected, _ = case.run()
+    size, guards = case.q.numel(), 4096
+    around = torch.full((size + 2 * guards,), torch.nan, device=DEVICE)
+    around[guards : guards + size] = case.q.flatten()
+    case.q = around[guards : guards + size].view_as(case.q)
+    outputs = []
+
+    def guarded(like, **options):
+        memory = torch.full((like.numel() + 2 * guards,), 7.0, device=DEVICE)
+        outputs.append(memory)
+        return memory[guards : guards + like.numel()].view_as(like).zero_()
+
+    monkeypatch.setattr("minivllm.kernels.paged_attention.torch.zeros_like", guarded)
+    out, _ = case.run()
+    assert torch.equal(out, expected)
+    assert (outputs[0][:guards] == 7).all() and (outputs[0][-guards:] == 7).all()
+
+
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_a_score_that_overflowed_is_not_hidden(num_splits):
     """Plain torch gives NaN where the only score is minus infinity; 0 would look sound."""
