@@ -138,12 +138,12 @@ class ModelRunner:
             tokens_of_rows = self._run(scheduled)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"  # and not the error itself, which would keep its pass's memory
-        if problem and len(scheduled) == 1:
-            output.failed[scheduled[0].row.request_id] = problem
-        elif problem:
+        if problem:
+            if len(scheduled) == 1:
+                output.failed[scheduled[0].row.request_id] = problem
+                return
             for item in scheduled:
                 self._run_or_split([item], output)
-        if problem:
             return
         for item, drawn in zip(scheduled, tokens_of_rows, strict=True):
             item.row.num_computed_tokens = item.end

@@ -27,7 +27,8 @@ class NumbaAttention:
     def __init__(self, cache: KVCache, metadata: AttentionMetadata, windows: tuple[int | None, ...]) -> None:
         self.keys, self.values, self.windows = as_numpy(cache.keys), as_numpy(cache.values), windows
         self.starts, self.lens = metadata.query_start_loc.numpy(), metadata.seq_lens.numpy()
-        self.table, self.slots = metadata.block_table.numpy(), metadata.slot_mapping.numpy()
+        # Contiguous whatever the width of the buffer behind it: the kernel is compiled for each layout.
+        self.table, self.slots = np.ascontiguousarray(metadata.block_table.numpy()), metadata.slot_mapping.numpy()
         self.units, self.bounds = divide(self.starts, self.lens)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -41,11 +42,15 @@ class NumbaAttention:
 
     @classmethod
     def warm_up(cls, cache: KVCache, num_heads: int) -> None:
-        """Compiles the kernel, or loads what was compiled before, and runs it on a padded token."""
-        row = torch.zeros(2, dtype=torch.int64)
-        attend = cls(cache, AttentionMetadata(row, row[:1], row[:1, None], row[:1] - 1), (None,))
-        counts = (num_heads, cache.keys.shape[3], cache.keys.shape[3])
-        attend(0, *torch.zeros(1, sum(counts), cache.keys.shape[4], dtype=cache.keys.dtype).split(counts, dim=1))
+        """Compiles the kernel, or loads what was compiled before, and runs it on padded tokens: on one, whose heads are
+        contiguous in the fused projection, and on two, whose are not."""
+        num_kv_heads, head_dim = cache.keys.shape[3:]
+        counts = (num_heads, num_kv_heads, num_kv_heads)
+        for num_tokens in (1, 2):
+            nothing = torch.zeros(num_tokens, dtype=torch.int64)
+            metadata = AttentionMetadata(torch.arange(num_tokens + 1), nothing, nothing[:, None], nothing - 1)
+            attend = cls(cache, metadata, (None,))
+            attend(0, *torch.zeros(num_tokens, sum(counts), head_dim, dtype=cache.keys.dtype).split(counts, dim=1))
 
 
 def divide(starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

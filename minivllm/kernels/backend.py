@@ -6,13 +6,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from minivllm.kernels.launch import MOST_SPLITS, choose_launch, choose_splits
+from minivllm.kernels.launch import MOST_SPLITS, SM_89, choose_launch, choose_splits
 from minivllm.kernels.paged_attention import paged_attention
 from minivllm.kernels.reshape_and_cache import reshape_and_cache
 from minivllm.model.architecture import ModelConfig
 from minivllm.model.attention import AttentionMetadata, KVCache
 
-INTERPRETED = (101_376, 1)  # what stands for a card's limits where there is none
+INTERPRETED = (SM_89, 1)  # what stands for a card's limits where there is none
 
 
 class TritonAttention:

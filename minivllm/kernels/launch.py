@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 SMALLEST_TILE = 16  # rows and columns of a matrix product on tensor cores
 SMALL_CARD = 65_536  # bytes of shared memory of the cards before sm_80
+SM_89 = 101_376  # of the sm_89 family: tiles that fit there fit on the larger ones too
 MOST_SPLITS = 16
 LEAST_KEYS = 256  # per split: below, merging costs more than it saves
 

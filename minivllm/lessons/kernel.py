@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 import minivllm.kernels
-from minivllm.kernels.launch import Launch, choose_launch
+from minivllm.kernels.launch import SM_89, Launch, choose_launch
 from minivllm.lessons import kernel_process
 from minivllm.model.attention import AttentionMetadata, write_kv
 from minivllm.model.attention import paged_attention as reference
 from minivllm.model.inputs import PassRow, pack_rows
 
-SHARED_LIMIT = 101_376  # bytes, of a card of the sm_89 family: tiles that fit there fit on the larger ones too
+SHARED_LIMIT = SM_89  # bytes of the card that the lesson's tiles are chosen for
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class KernelCall:
         return replace(self, metadata=moved, **tensors)
 
 
-def make_call(q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata, num_splits: int = 1) -> KernelCall:
+def make_call(q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> KernelCall:
     """A call with the tiles that the package would choose on a small card."""
     launch = choose_launch(q.shape[2], q.shape[1] // keys.shape[2], q.itemsize, SHARED_LIMIT, metadata.max_query_len)
-    return KernelCall(q.contiguous(), keys, values, metadata, launch, num_splits=num_splits)
+    return KernelCall(q.contiguous(), keys, values, metadata, launch)
 
 
 def random_call(

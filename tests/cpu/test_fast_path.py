@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ numba = pytest.importorskip("numba")
 
 from minivllm.cpu.decoder import CpuDecoder, PackedLinear, add_and_norm, rotate  # noqa: E402
 from minivllm.cpu.numbers import as_numpy, exp, narrow  # noqa: E402
-from minivllm.cpu.paged_attention import TILE_QUERIES, NumbaAttention, divide  # noqa: E402
+from minivllm.cpu.paged_attention import TILE_QUERIES, NumbaAttention, attention_kernel, divide  # noqa: E402
 from minivllm.model.decoder import RMSNorm  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -99,6 +100,25 @@ def test_broken_numbers_stay_with_their_request():
             reference, _ = case.run(PagedAttention)
             assert out[[0, 5]].isfinite().all() and not out[2].isfinite().any()
             assert torch.equal(out.isfinite(), reference.isfinite())
+
+
+def test_the_kernel_is_compiled_before_the_first_pass(monkeypatch):
+    """For one token and for many, and for a block table that is narrower than the buffer behind it."""
+    seen = set()
+
+    def noting(*arguments):
+        seen.add(tuple(str(numba.typeof(argument)) for argument in arguments))
+        attention_kernel(*arguments)
+
+    monkeypatch.setattr("minivllm.cpu.paged_attention.attention_kernel", noting)
+    NumbaAttention.warm_up(Pass(MIXED).cache, 6)
+    warm = set(seen)
+    for rows in ([(1, 40)], MIXED):
+        case = Pass(rows)
+        wider = torch.nn.functional.pad(case.metadata.block_table, (0, 3))
+        case.metadata = replace(case.metadata, block_table=wider[:, :-3])
+        case.check()
+    assert seen == warm and len(warm) == 2
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
