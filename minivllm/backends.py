@@ -36,8 +36,8 @@ def resolve_attention(name: str, config: ModelConfig, device: torch.device, dtyp
 
 
 def fast_decoder(name: str, model: Decoder) -> Decoder:
-    """The model as a back end runs it best: Numba's with packed weights and fused operations, for which it takes the
-    given model's parameters over; the others as it is.
+    """The model as a back end runs it best: Numba's with packed weights and compiled loops, for which it takes
+    the given model's parameters over; the others as it is.
 
     Raises:
         ValueError: see `resolve_attention`.
@@ -45,9 +45,9 @@ def fast_decoder(name: str, model: Decoder) -> Decoder:
     if name != "numba":
         return model
     resolve_attention(name, model.config, model.device, model.dtype)
-    from minivllm.cpu.decoder import CpuDecoder
+    from minivllm.cpu.decoder import CpuDecoder, can_run
 
-    return CpuDecoder(model)
+    return CpuDecoder(model) if can_run(model.config) else model
 
 
 def start_attention(name: str, model: Decoder, cache: KVCache) -> type[Attention]:

@@ -1,19 +1,41 @@
-"""The decoder for a CPU: the same layers with fewer and larger operations, and weights that are packed once.
+"""The decoder for a CPU: what `minivllm.model.decoder.Decoder` computes, from the same parameters, in two calls per
+layer beside attention, on matrices that are packed once.
 
-It computes what `minivllm.model.decoder.Decoder` computes, from the same parameters: matrices are in the order in which
-oneDNN multiplies them; a residual sum and the norm behind it are one loop, and so is the rotation of all heads.
+The one in torch makes some fifteen calls per layer. Each is taken apart in Python, wakes all threads, and writes to
+memory what the next one reads; at a few tokens that costs as much as the products. Here compiled loops do everything
+that stands between the matrices.
 """
+
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor, nn
 
-from minivllm.cpu.numbers import FASTMATH, as_numpy, narrow, num_threads, one_at_a_time, widen
-from minivllm.model.decoder import MLP, Attend, Attention, Decoder, DecoderLayer, RMSNorm
-from minivllm.model.rotary import RotaryEmbedding
+from minivllm.cpu.compiled import inlined, loop, num_threads, one_at_a_time, parallel
+from minivllm.cpu.paged_attention import NumbaAttention
+from minivllm.cpu.products import (
+    ROWS,
+    WIDTH,
+    PackedLinear,
+    multiply_blocks,
+    multiply_gated,
+    pack,
+    shares,
+    shares_of,
+)
+from minivllm.cpu.vectors import LANES, as_numpy, as_tensor, fill, fma, load_first, put, take, total
+from minivllm.model.architecture import ModelConfig
+from minivllm.model.decoder import Attend, Decoder, DecoderLayer, RMSNorm
 
-PARALLEL_ROWS = 128  # from here on a loop over tokens is worth waking the other threads
+PARALLEL_ROWS = 32  # from here on a loop over tokens is worth waking the other threads
+
+
+def can_run(config: ModelConfig) -> bool:
+    """Whether the compiled loops know all that a model does: gated by SiLU, and sizes that divide into pairs."""
+    sizes = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+    return config.hidden_act in ("silu", "swish") and not any(size % 2 for size in sizes)
 
 
 class CpuDecoder(Decoder):
@@ -24,15 +46,72 @@ class CpuDecoder(Decoder):
         nn.Module.__init__(self)
         self.config, self.rotary = decoder.config, decoder.rotary
         self.embed_tokens, self.norm = decoder.embed_tokens, decoder.norm
-        self.lm_head = pack(decoder.lm_head)  # type: ignore[assignment]
+        self.lm_head = PackedLinear(decoder.lm_head)  # type: ignore[assignment]
         self.layers = nn.ModuleList(CpuLayer(layer) for layer in decoder.layers)  # type: ignore[arg-type]
+        token = torch.zeros(1, dtype=torch.int64)
+        with torch.inference_mode():  # compiles the loops, or loads what was compiled before
+            self.compute_logits(self(token, token, lambda layer, q, k, v: q))
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """As `Decoder.forward`; what a layer adds to the residual stream is added by the next norm."""
-        hidden, delta = self.embed_tokens(input_ids), None
+        embedded = self.embed_tokens(input_ids)
+        stream = Stream.of(as_numpy(embedded.reshape(-1, embedded.shape[-1])), self.config)
+        stream.delta[:] = 0
+        wide = torch.promote_types(embedded.dtype, torch.float32)
+        turns = Turns(positions.reshape(-1).numpy(), *(x.to(wide).numpy() for x in (self.rotary.cos, self.rotary.sin)))
+        rows = shares_of_rows(len(stream.hidden))
         for layer in self.layers:
-            hidden, delta = layer(hidden, delta, positions, self.rotary, attend)
-        return add_and_norm(hidden, delta, self.norm)
+            layer(stream, turns, rows, attend, embedded.dtype)
+        with one_at_a_time:
+            add_and_norm(stream.hidden, stream.delta, Norm.of(self.norm), stream.normed, rows)
+        return as_tensor(stream.normed, embedded.dtype).view(embedded.shape)
+
+
+class Stream(NamedTuple):
+    """What the layers of a pass read and write; a row per token.
+
+    Attributes:
+        hidden: the residual stream.
+        delta: what the last layer adds to it.
+        normed: what goes into a product.
+        heads: queries, keys and values, `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`.
+        attended: what comes out of attention, `[num_tokens, num_heads, head_dim]`.
+        gated: the middle of the feed-forward network.
+    """
+
+    hidden: np.ndarray
+    delta: np.ndarray
+    normed: np.ndarray
+    heads: np.ndarray
+    attended: np.ndarray
+    gated: np.ndarray
+
+    @classmethod
+    def of(cls, hidden: np.ndarray, config: ModelConfig) -> "Stream":
+        """Makes memory for the tokens of `hidden`, `[num_tokens, hidden_size]`."""
+        heads = (config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        shapes = [heads, (config.num_heads, config.head_dim), (config.intermediate_size,)]
+        rest = (np.zeros((len(hidden), *shape), hidden.dtype) for shape in shapes)  # padded tokens attend to nothing: 0
+        return cls(hidden, np.empty_like(hidden), np.empty_like(hidden), *rest)
+
+
+class Turns(NamedTuple):
+    """By which angles heads turn: positions, `[num_tokens]`, and cos and sin, `[num_positions, head_dim / 2]`."""
+
+    positions: np.ndarray
+    cos: np.ndarray
+    sin: np.ndarray
+
+
+class Norm(NamedTuple):
+    """The weight of an RMSNorm and its epsilon."""
+
+    weight: np.ndarray
+    eps: float
+
+    @classmethod
+    def of(cls, norm: RMSNorm) -> "Norm":
+        return cls(as_numpy(norm.weight.detach()), norm.eps)
 
 
 class CpuLayer(nn.Module):
@@ -40,129 +119,147 @@ class CpuLayer(nn.Module):
 
     def __init__(self, layer: DecoderLayer) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
-        self.self_attn, self.mlp = layer.self_attn, layer.mlp
-        for block, names in ((self.self_attn, ("qkv_proj", "o_proj")), (self.mlp, ("gate_up_proj", "down_proj"))):
-            for name in names:
-                setattr(block, name, pack(getattr(block, name)))
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index, self.head_counts = attention.layer, attention.head_counts
+        self.qkv, self.o, self.down = map(take_over, (attention.qkv_proj, attention.o_proj, mlp.down_proj))
+        self.gate, self.up = take_over(mlp.gate_up_proj, parts=2)
+        self.first_norm, self.second_norm = Norm.of(layer.input_layernorm), Norm.of(layer.post_attention_layernorm)
+        none = Norm(self.first_norm.weight[:0], 0.0)
+        norms = (attention.q_norm, attention.k_norm)
+        self.head_norms = tuple(Norm.of(norm) if isinstance(norm, RMSNorm) else none for norm in norms)
 
-    def forward(
-        self, hidden: Tensor, delta: Tensor | None, positions: Tensor, rotary: RotaryEmbedding, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
-        """Adds `delta` to the residual stream `hidden`, in place, and returns it with what this layer adds."""
-        normed = add_and_norm(hidden, delta, self.input_layernorm)
-        delta = self._attention(self.self_attn, normed, positions, rotary, attend)
-        normed = add_and_norm(hidden, delta, self.post_attention_layernorm)
-        return hidden, self._mlp(self.mlp, normed)
-
-    def _attention(
-        self, block: Attention, normed: Tensor, positions: Tensor, rotary: RotaryEmbedding, attend: Attend
-    ) -> Tensor:
-        heads = block.qkv_proj(normed).unflatten(-1, (-1, block.head_dim))
-        q, k, v = heads.split(block.head_counts, dim=-2)
-        if isinstance(block.q_norm, RMSNorm):
-            q, k = rotary(block.q_norm(q), positions), rotary(block.k_norm(k), positions)
+    def forward(self, stream: Stream, turns: Turns, rows: np.ndarray, attend: Attend, dtype: torch.dtype) -> None:
+        """Adds what the layer before left in `stream.delta` to `stream.hidden`, and leaves there what this one adds."""
+        with one_at_a_time:
+            into_heads(
+                stream,
+                self.qkv,
+                self.first_norm,
+                *self.head_norms,
+                self.head_counts[:2],
+                turns,
+                shares_of(self.qkv),
+                rows,
+            )
+        if isinstance(attend, NumbaAttention):
+            attend.on_heads(self.index, stream.heads, stream.attended)
         else:
-            rotate(heads, positions, rotary, sum(block.head_counts[:2]))
-        return block.o_proj(attend(block.layer, q, k, v).flatten(-2))
-
-    def _mlp(self, block: MLP, normed: Tensor) -> Tensor:
-        gate, up = block.gate_up_proj(normed).chunk(2, dim=-1)
-        return block.down_proj(block.act(gate).mul_(up))
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose matrix is stored in oneDNN's own order: a product need not reorder it first."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.bias = linear.bias
-        self.matrix = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.matrix, self.bias, "none", [], "")
-
-
-def pack(linear: nn.Linear) -> nn.Module:
-    """A packed layer, or the same one where torch has no oneDNN or it does not know the type."""
-    known = linear.weight.dtype in (torch.float32, torch.bfloat16) and torch.backends.mkldnn.is_available()
-    return PackedLinear(linear) if known and hasattr(torch.ops.mkldnn, "_linear_pointwise") else linear
-
-
-def add_and_norm(hidden: Tensor, delta: Tensor | None, norm: RMSNorm) -> Tensor:
-    """`hidden += delta`, in place, then RMSNorm of it. All `[..., hidden_size]`."""
-    out, size = torch.empty_like(hidden), hidden.shape[-1]
-    x, y = as_numpy(hidden.view(-1, size)), as_numpy(out.view(-1, size))
-    added = x if delta is None else as_numpy(delta.reshape(-1, size))
-    one = np.ones(1, np.float64 if hidden.dtype == torch.float64 else np.float32)
-    arguments = (x, added, delta is not None, as_numpy(norm.weight), norm.eps, y, one)
-    if len(x) < PARALLEL_ROWS:
-        _norm_rows(*arguments, 0, len(x))
-    else:
+            heads = as_tensor(stream.heads, dtype).split(self.head_counts, dim=1)
+            stream = stream._replace(attended=as_numpy(attend(self.index, *heads).contiguous()))
+        matrices = (self.o, self.gate, self.up, self.down)
+        shares = (shares_of(matrix) for matrix in (self.o, self.gate, self.down))
         with one_at_a_time:
-            _norm_in_threads(*arguments, shares(len(x)))
-    return out
+            out_of_heads(stream, *matrices, self.second_norm, *shares, rows)
 
 
-def rotate(heads: Tensor, positions: Tensor, rotary: RotaryEmbedding, num_rotated: int) -> None:
-    """Rotates the first heads of every token in place, as `RotaryEmbedding` does.
+def take_over(linear: nn.Linear, parts: int = 1) -> Any:
+    """Packs a layer's matrix, or equal parts of it, and lets the layer forget it."""
+    biases = [None] * parts if linear.bias is None else linear.bias.chunk(parts)
+    packed = [pack(*pair) for pair in zip(linear.weight.chunk(parts), biases, strict=True)]
+    del linear.weight
+    return packed[0] if parts == 1 else packed
 
-    Args:
-        heads: `[..., num_heads, head_dim]`, contiguous.
-        positions: `[...]`.
-        rotary: the tables.
-        num_rotated: heads to rotate; those behind them stay as they are.
+
+def shares_of_rows(num_rows: int) -> np.ndarray:
+    """Where each thread's rows begin, and the end: `[num_threads + 1]`, or a single share where rows are few."""
+    return shares(num_rows, num_threads() if num_rows >= PARALLEL_ROWS else 1)
+
+
+@parallel
+def into_heads(stream, qkv, norm, q_norm, k_norm, counts, turns, blocks, rows):
+    """Adds `stream.delta` to `stream.hidden`, and makes `stream.heads` of it: normed, projected, turned.
+
+    qkv: a `Packed` matrix; q_norm, k_norm: of the heads of queries and keys, empty where there is none; counts: query
+    and KV heads; blocks, rows: where each thread's blocks and tokens begin.
     """
-    x = as_numpy(heads.view(-1, *heads.shape[-2:]))
-    arguments = (x, positions.reshape(-1).numpy(), rotary.cos.numpy(), rotary.sin.numpy(), num_rotated)
-    if len(x) < PARALLEL_ROWS:
-        _rotate_rows(*arguments, 0, len(x))
+    hidden, delta, normed, heads, _, _ = stream
+    add_and_norm(hidden, delta, norm, normed, rows)
+    flat = heads.reshape(heads.shape[0], heads.shape[1] * heads.shape[2])
+    for part in prange(len(blocks) - 1):
+        sums = np.empty((ROWS, WIDTH), qkv.bias.dtype)
+        multiply_blocks(normed, qkv, flat, blocks[part], blocks[part + 1], sums)
+    if len(rows) == 2:
+        turn_rows(heads, turns, q_norm, k_norm, counts, rows[0], rows[1])
     else:
-        with one_at_a_time:
-            _rotate_in_threads(*arguments, shares(len(x)))
+        for part in prange(len(rows) - 1):
+            turn_rows(heads, turns, q_norm, k_norm, counts, rows[part], rows[part + 1])
 
 
-def shares(num_rows: int) -> np.ndarray:
-    """Where each thread's rows begin, and the end: `[num_threads + 1]`."""
-    return np.linspace(0, num_rows, num_threads() + 1).astype(np.int64)
+@parallel
+def out_of_heads(stream, o, gate, up, down, norm, o_blocks, gate_blocks, down_blocks, rows):
+    """What follows attention: its projection and the feed-forward network, which leaves in `stream.delta` what it adds.
+
+    o, gate, up, down: `Packed` matrices; o_blocks and so on: where each thread's blocks of them begin; rows: where its
+    tokens begin.
+    """
+    hidden, delta, normed, _, attended, gated = stream
+    flat = attended.reshape(attended.shape[0], attended.shape[1] * attended.shape[2])
+    for part in prange(len(o_blocks) - 1):
+        sums = np.empty((ROWS, WIDTH), o.bias.dtype)
+        multiply_blocks(flat, o, delta, o_blocks[part], o_blocks[part + 1], sums)
+    add_and_norm(hidden, delta, norm, normed, rows)
+    for part in prange(len(gate_blocks) - 1):
+        sums, up_sums = np.empty((ROWS, WIDTH), o.bias.dtype), np.empty((ROWS, WIDTH), o.bias.dtype)
+        multiply_gated(normed, gate, up, gated, gate_blocks[part], gate_blocks[part + 1], sums, up_sums)
+    for part in prange(len(down_blocks) - 1):
+        sums = np.empty((ROWS, WIDTH), o.bias.dtype)
+        multiply_blocks(gated, down, delta, down_blocks[part], down_blocks[part + 1], sums)
 
 
-@njit(fastmath=FASTMATH, cache=True, nogil=True)
-def _norm_rows(hidden, delta, adds, weight, eps, out, one, begin, end):  # type: ignore[no-untyped-def]
+@parallel
+def add_and_norm(hidden, delta, norm, out, rows):
+    """`hidden += delta`, and RMSNorm of it; all `[num_tokens, hidden_size]`. rows: where each thread's tokens begin."""
+    if len(rows) == 2:
+        norm_rows(hidden, delta, norm, out, rows[0], rows[1])
+    else:
+        for part in prange(len(rows) - 1):
+            norm_rows(hidden, delta, norm, out, rows[part], rows[part + 1])
+
+
+@loop
+def norm_rows(hidden, delta, norm, out, begin, end):
+    """`add_and_norm` of a thread's tokens."""
     size = hidden.shape[1]
     for token in range(begin, end):
-        if adds:
-            for d in range(size):
-                hidden[token, d] = narrow(widen(hidden[token, d]) + widen(delta[token, d]), hidden)
-        total = one.dtype.type(0.0)
-        for d in range(size):
-            total += widen(hidden[token, d]) * widen(hidden[token, d])
-        scale = one.dtype.type(1.0 / np.sqrt(total / size + eps))
-        for d in range(size):
-            normed = narrow(widen(hidden[token, d]) * scale, out)
-            out[token, d] = narrow(widen(weight[d]) * widen(normed), out)
+        squares = fill(0.0, load_first(hidden, (token, 0), 0))
+        for d in range(0, size, LANES):
+            x = take(hidden, (token, d), size - d) + take(delta, (token, d), size - d)
+            put(hidden, (token, d), x, size - d)
+            x = take(hidden, (token, d), size - d)  # as it was rounded
+            squares = fma(x, x, squares)
+        scale = 1.0 / np.sqrt(total(squares) / size + norm.eps)
+        for d in range(0, size, LANES):
+            put(out, (token, d), take(hidden, (token, d), size - d) * scale, size - d)
+            x = take(norm.weight, (d,), size - d) * take(out, (token, d), size - d)
+            put(out, (token, d), x, size - d)
 
 
-@njit(parallel=True, cache=True, nogil=True)
-def _norm_in_threads(hidden, delta, adds, weight, eps, out, one, bounds):  # type: ignore[no-untyped-def]
-    for part in prange(len(bounds) - 1):
-        _norm_rows(hidden, delta, adds, weight, eps, out, one, bounds[part], bounds[part + 1])
-
-
-@njit(fastmath=FASTMATH, cache=True, nogil=True)
-def _rotate_rows(heads, positions, cos, sin, num_rotated, begin, end):  # type: ignore[no-untyped-def]
-    half = heads.shape[2] // 2
+@loop
+def turn_rows(heads, turns, q_norm, k_norm, counts, begin, end):
+    """Norms the heads of a thread's queries and keys, where the model does, and turns them in place."""
+    dim, half = heads.shape[2], heads.shape[2] // 2
     for token in range(begin, end):
-        position = positions[token]
-        for head in range(num_rotated):
-            for d in range(half):
-                first, second = widen(heads[token, head, d]), widen(heads[token, head, half + d])
-                c, s = cos[position, d], sin[position, d]
-                heads[token, head, d] = narrow(first * c - second * s, heads)
-                heads[token, head, half + d] = narrow(second * c + first * s, heads)
+        position = turns.positions[token]
+        for head in range(counts[0] + counts[1]):
+            norm = q_norm if head < counts[0] else k_norm
+            if len(norm.weight):
+                norm_head(heads, token, head, norm, dim)
+            for d in range(0, half, LANES):
+                first, second = take(heads, (token, head, d), half - d), take(heads, (token, head, half + d), half - d)
+                c, s = take(turns.cos, (position, d), half - d), take(turns.sin, (position, d), half - d)
+                put(heads, (token, head, d), first * c - second * s, half - d)
+                put(heads, (token, head, half + d), second * c + first * s, half - d)
 
 
-@njit(parallel=True, cache=True, nogil=True)
-def _rotate_in_threads(heads, positions, cos, sin, num_rotated, bounds):  # type: ignore[no-untyped-def]
-    for part in prange(len(bounds) - 1):
-        _rotate_rows(heads, positions, cos, sin, num_rotated, bounds[part], bounds[part + 1])
+@inlined
+def norm_head(heads, token, head, norm, dim):
+    """RMSNorm of one head."""
+    squares = fill(0.0, load_first(heads, (token, head, 0), 0))
+    for d in range(0, dim, LANES):
+        x = take(heads, (token, head, d), dim - d)
+        squares = fma(x, x, squares)
+    scale = 1.0 / np.sqrt(total(squares) / dim + norm.eps)
+    for d in range(0, dim, LANES):
+        put(heads, (token, head, d), take(heads, (token, head, d), dim - d) * scale, dim - d)
+        x = take(norm.weight, (d,), dim - d) * take(heads, (token, head, d), dim - d)
+        put(heads, (token, head, d), x, dim - d)

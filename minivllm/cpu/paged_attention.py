@@ -1,219 +1,356 @@
 """Attention through the block table on a CPU: blocks are read where they lie, by loops that Numba compiles.
 
-It is the Triton kernel once more, with a core in place of a multiprocessor: a unit of work is a few query tokens of one
-request; it goes over the request's blocks with a running softmax. The reference is
-`minivllm.model.attention.paged_attention`, which copies the keys and values together first.
+It is the Triton kernel once more, with a core in place of a multiprocessor. A unit of work is a few query tokens that
+see the same keys, with all their heads; it goes over the keys tile by tile with a running softmax. A tile's keys and
+values are widened to float once and serve all rows of the unit, a row being a token and a head. Where several requests
+begin with the same blocks, their tokens make units over these blocks first, and each goes on from there over its own.
 
-A block's numbers are widened to float32 once, in scratch memory that stays in the core's cache, and serve all rows of
-the unit, a row being a query token and a head. (Loops are written out: a view of an array costs more than the work on
-it, and a loop whose length the compiler knows is unrolled before it could become vector instructions.)
+The reference is `minivllm.model.attention.paged_attention`, which copies the keys and values together first.
 """
 
+from typing import NamedTuple
+
+import numba
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
-from minivllm.cpu.numbers import FASTMATH, as_numpy, exp, num_threads, one_at_a_time, widen
+from minivllm.cpu.compiled import inlined, loop, num_threads, one_at_a_time, parallel
+from minivllm.cpu.vectors import (
+    LANES,
+    as_numpy,
+    exp,
+    fill,
+    fma,
+    highest,
+    keep,
+    load,
+    load_first,
+    load_pair,
+    prefetch,
+    put,
+    repeat,
+    store,
+    store_first,
+    store_pair,
+    take,
+    total,
+    transpose,
+)
+from minivllm.cpu.work import TILE_QUERIES, Work, divide
 from minivllm.model.attention import AttentionMetadata, KVCache
 
-TILE_QUERIES = 16  # query tokens of a unit
-UNROLLED = 4  # keys whose values are added in one go
+TILE_KEYS = 32  # keys of a tile: a multiple of LANES
+PAIR = 2 * LANES
+ROWS = 4  # rows that are multiplied together, so that a loaded vector is used four times
+
+
+class Places(NamedTuple):
+    """Where the keys and values of a pass lie, and how far each token sees.
+
+    Attributes:
+        slots: `[num_tokens]`, where each new token's go; -1 for a padded one.
+        table: `[num_reqs, max_blocks]`, the block tables.
+        block_size: slots of a block.
+        limits: `[num_tokens]`, the position before which a token's sight ends.
+    """
+
+    slots: np.ndarray
+    table: np.ndarray
+    block_size: int
+    limits: np.ndarray
+
+
+class State(NamedTuple):
+    """Where the shared units leave what their rows have seen: sums of values, `[num_tokens, num_heads, head_dim]`, the
+    highest scores, and the totals of the weights, both `[num_tokens, num_heads]`."""
+
+    sums: np.ndarray
+    peaks: np.ndarray
+    totals: np.ndarray
 
 
 class NumbaAttention:
     """The `attend` of one pass over a paged cache, in place of `minivllm.model.attention.PagedAttention`."""
 
     def __init__(self, cache: KVCache, metadata: AttentionMetadata, windows: tuple[int | None, ...]) -> None:
-        self.keys, self.values, self.windows = as_numpy(cache.keys), as_numpy(cache.values), windows
+        num_layers, _, _, self.num_kv_heads, head_dim = cache.keys.shape
+        shape = (num_layers, -1, self.num_kv_heads, head_dim)
+        self.keys, self.values = as_numpy(cache.keys).reshape(shape), as_numpy(cache.values).reshape(shape)
         self.starts, self.lens = metadata.query_start_loc.numpy(), metadata.seq_lens.numpy()
+        counts, slots = self.starts[1:] - self.starts[:-1], metadata.slot_mapping.numpy()
+        first = np.repeat(self.lens - counts - self.starts[:-1], counts)  # position of a token less its index
         # Contiguous whatever the width of the buffer behind it: the kernel is compiled for each layout.
-        self.table, self.slots = np.ascontiguousarray(metadata.block_table.numpy()), metadata.slot_mapping.numpy()
-        self.units, self.bounds = divide(self.starts, self.lens)
+        table = np.ascontiguousarray(metadata.block_table.numpy())
+        self.places = Places(slots, table, cache.keys.shape[2], first + np.arange(len(slots)) + 1)
+        self.windows = windows
+        self._work: dict[bool, tuple[Work, State]] = {}
+
+    def _planned(self, sharing: bool, heads: np.ndarray) -> tuple[Work, State]:
+        """The units of a layer, and memory for what the shared ones leave. A window keeps tokens from seeing what they
+        share with others."""
+        if sharing not in self._work:
+            where = (self.starts, self.lens, self.places.table, self.places.block_size)
+            work = divide(*where, self.num_kv_heads, num_threads(), sharing)
+            num_tokens, num_heads, head_dim = heads.shape
+            shape = (num_tokens if len(work.shared) else 0, num_heads - 2 * self.num_kv_heads)
+            wide = np.float64 if heads.dtype == np.float64 else np.float32
+            state = State(np.empty((*shape, head_dim), wide), np.empty(shape, wide), np.empty(shape, wide))
+            self._work[sharing] = work, state
+        return self._work[sharing]
+
+    def on_heads(self, layer: int, heads: np.ndarray, out: np.ndarray) -> None:
+        """Stores the new keys and values of a layer, then attends.
+
+        Args:
+            layer: whose cache.
+            heads: queries, keys and values behind each other, `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`.
+            out: `[num_tokens, num_heads, head_dim]`; what belongs to no request stays as it is.
+        """
+        window = self.windows[layer] or 0
+        work, state = self._planned(not window, heads)
+        with one_at_a_time:
+            attention_kernel(out, heads, self.keys[layer], self.values[layer], self.places, work, state, window)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores the new keys and values of a layer, then attends; all shapes `[num_tokens, heads, head_dim]`."""
-        out = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32))
-        cache = (self.keys[layer], self.values[layer])
-        where = (self.slots, self.table, self.starts, self.lens, self.units, self.bounds, self.windows[layer] or 0)
-        with one_at_a_time:
-            attention_kernel(out.numpy(), as_numpy(q), as_numpy(k), as_numpy(v), *cache, *where)
-        return out.to(q.dtype)
+        """As `on_heads`, of tensors; all shapes `[num_tokens, heads, head_dim]`."""
+        out = torch.zeros(q.shape, dtype=q.dtype)
+        self.on_heads(layer, as_numpy(torch.cat((q, k, v), dim=1)), as_numpy(out))
+        return out
 
     @classmethod
     def warm_up(cls, cache: KVCache, num_heads: int) -> None:
-        """Compiles the kernel, or loads what was compiled before, and runs it on padded tokens: on one, whose heads are
-        contiguous in the fused projection, and on two, whose are not."""
+        """Compiles the kernel, or loads what was compiled before, and runs it on a padded token."""
         num_kv_heads, head_dim = cache.keys.shape[3:]
-        counts = (num_heads, num_kv_heads, num_kv_heads)
-        for num_tokens in (1, 2):
-            nothing = torch.zeros(num_tokens, dtype=torch.int64)
-            metadata = AttentionMetadata(torch.arange(num_tokens + 1), nothing, nothing[:, None], nothing - 1)
-            attend = cls(cache, metadata, (None,))
-            attend(0, *torch.zeros(num_tokens, sum(counts), head_dim, dtype=cache.keys.dtype).split(counts, dim=1))
+        counts, nothing = (num_heads, num_kv_heads, num_kv_heads), torch.zeros(1, dtype=torch.int64)
+        attend = cls(cache, AttentionMetadata(torch.arange(2), nothing, nothing[:, None], nothing - 1), (None,))
+        attend(0, *torch.zeros(1, sum(counts), head_dim, dtype=cache.keys.dtype).split(counts, dim=1))
 
 
-def divide(starts: np.ndarray, lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The work of a pass, dealt to the threads.
+@parallel
+def attention_kernel(out, heads, keys, values, places, work, state, window):
+    """Stores the new keys and values, then fills `out` for all units.
 
-    Args:
-        starts: `[num_reqs + 1]`, where each request's tokens begin.
-        lens: `[num_reqs]`, tokens of each in the cache, the new ones included; 0 for a padded row.
-
-    Returns:
-        Units, `[num_units, 3]`: request, first query token in it, and query tokens; and `[num_threads + 1]`, where
-        each thread's units begin: all have about the same number of scores to compute.
+    out: `[num_tokens, num_heads, head_dim]`; heads: queries, keys and values behind each other; keys, values:
+    `[num_slots, num_kv_heads, head_dim]`; window: keys that a token may see, 0 for all.
     """
-    counts = np.where(lens > 0, starts[1:] - starts[:-1], 0)
-    tiles = -(-counts // TILE_QUERIES)
-    request = np.repeat(np.arange(len(lens)), tiles)
-    first = TILE_QUERIES * (np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles))
-    count = np.minimum(counts[request] - first, TILE_QUERIES)
-    done = np.cumsum((lens[request] - counts[request] + first + count) * count)
-    total, parts = done[-1] if len(done) else 0, num_threads()
-    inner = np.searchsorted(done, np.arange(1, parts) * total / parts)
-    return np.stack([request, first, count], axis=1), np.array([0, *inner, len(done)])
+    num_heads, num_kv_heads = out.shape[1], keys.shape[1]
+    _store(heads, num_heads, keys, places.slots)
+    _store(heads, num_heads + num_kv_heads, values, places.slots)
+    if len(work.shared):
+        for thread in prange(len(work.shared_bounds) - 1):
+            part = work.shared_bounds[thread], work.shared_bounds[thread + 1]
+            scratch = _scratch(out, keys, places, state)
+            _attend(out, heads, keys, values, places, work.order, work.shared, part, state, True, window, scratch)
+    for thread in prange(len(work.bounds) - 1):
+        part = work.bounds[thread], work.bounds[thread + 1]
+        scratch = _scratch(out, keys, places, state)
+        _attend(out, heads, keys, values, places, work.order, work.units, part, state, False, window, scratch)
 
 
-@njit(parallel=True, cache=True, nogil=True)
-def attention_kernel(out, q, k, v, keys, values, slots, table, starts, lens, units, bounds, window):  # type: ignore[no-untyped-def]
-    """Stores k and v, then fills `out` for all units.
-
-    out, q: `[num_tokens, num_heads, head_dim]`; k, v: `[num_tokens, num_kv_heads, head_dim]`; keys, values:
-    `[num_blocks, block_size, num_kv_heads, head_dim]`; window: keys that a token may see, 0 for all.
-    """
-    _store(k, keys, slots)
-    _store(v, values, slots)
-    for thread in prange(len(bounds) - 1):
-        _attend(out, q, keys, values, table, starts, lens, units, bounds[thread], bounds[thread + 1], window)
-
-
-@njit(inline="always")
-def _store(new, memory, slots):  # type: ignore[no-untyped-def]
+@inlined
+def _store(heads, first, memory, slots):
     """Writes each token's heads into its slot."""
-    block_size = memory.shape[1]
     for token in range(len(slots)):
         if slots[token] >= 0:
-            block, offset = slots[token] // block_size, slots[token] % block_size
-            for head in range(memory.shape[2]):
-                for d in range(memory.shape[3]):
-                    memory[block, offset, head, d] = new[token, head, d]
+            for head in range(memory.shape[1]):
+                for d in range(memory.shape[2]):
+                    memory[slots[token], head, d] = heads[token, first + head, d]
 
 
-@njit(fastmath=FASTMATH, cache=True)
-def _attend(out, q, keys, values, table, starts, lens, units, first_unit, end_unit, window):  # type: ignore[no-untyped-def]
+@numba.njit(cache=True)
+def _scratch(out, keys, places, state):
+    """Memory for one thread. Rows of a KV head lie behind each other: row of a unit + `most` * head."""
+    num_kv_heads, dim = keys.shape[1:]
+    ratio, wide = out.shape[1] // num_kv_heads, state.sums.dtype
+    most, padded = -(-TILE_QUERIES * ratio // ROWS) * ROWS, -(-dim // PAIR) * PAIR
+    queries, results = np.empty((num_kv_heads * most, padded), wide), np.empty((num_kv_heads * most, padded), wide)
+    peaks, totals = np.empty(num_kv_heads * most, wide), np.empty(num_kv_heads * most, wide)
+    rows_k, tile_v = np.empty((TILE_KEYS, padded), wide), np.empty((TILE_KEYS, padded), wide)
+    tile_k, weights = np.empty((padded, TILE_KEYS), wide), np.empty((most, TILE_KEYS), wide)
+    ends, slot_of = np.empty(most, np.int64), np.empty(places.table.shape[1] * places.block_size, np.int64)
+    return queries, results, peaks, totals, rows_k, tile_v, tile_k, weights, ends, slot_of
+
+
+@loop
+def _attend(out, heads, keys, values, places, order, units, part, state, saves, window, scratch):
     """One thread's units."""
-    _, block_size, num_kv_heads, dim = keys.shape
-    num_heads, wide = q.shape[1], out.dtype
-    padded = -(-block_size // UNROLLED) * UNROLLED
-    queries, result = np.empty((2, TILE_QUERIES * num_heads, dim), wide)
-    highest, total = np.empty((2, TILE_QUERIES * num_heads), wide)
-    tile_k, tile_v = np.empty((2, num_kv_heads, padded, dim), wide)
-    weights, shrinks = np.empty((num_heads, padded), wide), np.empty(num_heads, wide)
-    for unit in range(first_unit, end_unit):
-        request, first_query, num_queries = units[unit, 0], units[unit, 1], units[unit, 2]
-        token = starts[request] + first_query
-        position = lens[request] - (starts[request + 1] - starts[request]) + first_query  # of the first query
-        last = position + num_queries
-        _take_in(q, token, num_queries, queries, highest, total, result)
-        first_block = max(position - window + 1, 0) // block_size if window > 0 else 0
-        for index in range(first_block, (last + block_size - 1) // block_size):
-            first_key = index * block_size
-            _load_tile(keys, table[request, index], last - first_key, tile_k)
-            _load_tile(values, table[request, index], last - first_key, tile_v)
-            for i in range(num_queries):
-                begin = max(position + i - window + 1 - first_key, 0) if window > 0 else 0
-                end = min(position + i + 1 - first_key, block_size)
-                if begin < end:
-                    _score(queries, i, tile_k, begin, end, weights)
-                    _weigh(i, weights, highest, total, shrinks)
-                    _add(i, weights, shrinks, tile_v, result)
-        for row in range(num_queries * num_heads):
-            for d in range(dim):
-                out[token + row // num_heads, row % num_heads, d] = result[row, d] / total[row]
+    queries, results, peaks, totals, rows_k, tile_v, tile_k, weights, ends, slot_of = scratch
+    ratio, padded, most = out.shape[1] // keys.shape[1], queries.shape[1], weights.shape[0]
+    limits = places.limits
+    for unit in range(part[0], part[1]):
+        begin, end, request = units[unit, 0], units[unit, 1], units[unit, 2]
+        first_key, end_key, first_head, end_head = units[unit, 3], units[unit, 4], units[unit, 5], units[unit, 6]
+        rows, least = (end - begin) * ratio, limits[order[begin]]
+        for head in range(first_head, end_head):
+            for row in range(rows):
+                token, query_head = order[begin + row // ratio], head * ratio + row % ratio
+                ends[row] = min(limits[token], end_key)
+                _begin(heads, token, query_head, head * most + row, queries)
+                _resume(state, first_key > 0, token, query_head, head * most + row, results, peaks, totals)
+        if window > 0:
+            first_key = max(first_key, least - window)
+        _find(places, request, first_key, end_key, slot_of)
+        for first in range(first_key, end_key, TILE_KEYS):
+            behind = max(first + 1 - least, 0) * ratio // ROWS * ROWS  # rows that see nothing of the tile
+            for head in range(first_head, end_head):
+                _load_rows(keys, slot_of, first, end_key, head, rows_k)
+                _load_rows(values, slot_of, first, end_key, head, tile_v)
+                for j in range(0, TILE_KEYS, LANES):
+                    for d in range(0, padded, LANES):
+                        transpose(rows_k, (j, d), tile_k, (d, j))
+                for row in range(behind, rows, ROWS):
+                    _score(queries, head * most + row, tile_k, weights, row)
+                    for i in range(row, min(row + ROWS, rows)):
+                        begin_lane = max(ends[i] - window - first, 0) if window > 0 else 0
+                        _weigh(weights, i, begin_lane, ends[i] - first, head * most + i, results, peaks, totals)
+                    _add(weights, row, tile_v, results, head * most + row)
+        for head in range(first_head, end_head):
+            for row in range(rows):
+                token, query_head = order[begin + row // ratio], head * ratio + row % ratio
+                if saves:
+                    _save(state, token, query_head, head * most + row, results, peaks, totals)
+                else:
+                    _finish(out, token, query_head, head * most + row, results, totals)
 
 
-@njit(fastmath=FASTMATH, inline="always")
-def _take_in(q, token, num_queries, queries, highest, total, result):  # type: ignore[no-untyped-def]
-    """Begins the rows of a unit: scaled queries, and nothing seen yet."""
-    _, num_heads, dim = q.shape
-    scale = queries.dtype.type(1.0 / np.sqrt(dim))
-    for row in range(num_queries * num_heads):
-        highest[row], total[row] = -np.inf, 0.0
-        for d in range(dim):
-            queries[row, d] = widen(q[token + row // num_heads, row % num_heads, d]) * scale
-            result[row, d] = 0.0
+@inlined
+def _begin(heads, token, query_head, row, queries):
+    """A row's query, scaled."""
+    dim, scale = heads.shape[2], queries.dtype.type(1.0 / np.sqrt(heads.shape[2]))
+    for d in range(0, dim, PAIR):
+        first, second = _take_pair(heads, (token, query_head, d), dim - d)
+        store(queries, (row, d), first * scale)
+        store(queries, (row, d + LANES), second * scale)
 
 
-@njit(fastmath=FASTMATH, inline="always")
-def _load_tile(memory, block, stored, tile):  # type: ignore[no-untyped-def]
-    """Widens the heads of a block into `[num_kv_heads, padded, dim]`; 0 where nothing is stored."""
-    num_kv_heads, padded, dim = tile.shape
-    stored = min(memory.shape[1], stored)
-    for j in range(stored):
-        for head in range(num_kv_heads):
-            for d in range(dim):
-                tile[head, j, d] = widen(memory[block, j, head, d])
-    for j in range(stored, padded):
-        for head in range(num_kv_heads):
-            for d in range(dim):
-                tile[head, j, d] = 0.0
+@inlined
+def _resume(state, resumes, token, query_head, row, results, peaks, totals):
+    """What a row has seen so far: nothing, or what its shared unit saw."""
+    for d in range(results.shape[1]):
+        results[row, d] = 0.0
+    peaks[row], totals[row] = -np.inf, 0.0
+    if resumes:
+        for d in range(state.sums.shape[2]):
+            results[row, d] = state.sums[token, query_head, d]
+        peaks[row], totals[row] = state.peaks[token, query_head], state.totals[token, query_head]
 
 
-@njit(fastmath=FASTMATH, inline="always")
-def _score(queries, i, tile_k, begin, end, weights):  # type: ignore[no-untyped-def]
-    """The scores of a token's heads, `[num_heads, padded]`; minus infinity where a key is not to be seen."""
-    num_heads, padded = weights.shape
-    ratio, dim = num_heads // tile_k.shape[0], tile_k.shape[2]
-    for head in range(num_heads):
-        row, kv_head = i * num_heads + head, head // ratio
-        for j in range(begin, end):
-            score = weights.dtype.type(0.0)
-            for d in range(dim):
-                score += queries[row, d] * tile_k[kv_head, j, d]
-            weights[head, j] = score
-        for j in range(begin):
-            weights[head, j] = -np.inf
-        for j in range(end, padded):
-            weights[head, j] = -np.inf
+@inlined
+def _find(places, request, first, end, slot_of):
+    """The slots of a request's tokens, by position."""
+    block_size = places.block_size
+    for index in range(first // block_size, -(-end // block_size)):
+        for offset in range(block_size):
+            slot_of[index * block_size + offset] = places.table[request, index] * block_size + offset
 
 
-@njit(fastmath=FASTMATH, inline="always")
-def _weigh(i, weights, highest, total, shrinks):  # type: ignore[no-untyped-def]
-    """The online softmax: scores become weights, and each head's factor for what it has so far goes to `shrinks`."""
-    num_heads, padded = weights.shape
-    for head in range(num_heads):
-        peak = highest[i * num_heads + head]
-        for j in range(padded):
-            peak = max(peak, weights[head, j])
-        shrinks[head] = peak
-    for head in range(num_heads):
-        row, peak = i * num_heads + head, shrinks[head]
-        shrinks[head], highest[row] = exp(highest[row] - peak), peak
-    for head in range(num_heads):
-        row = i * num_heads + head
-        peak, seen = highest[row], weights.dtype.type(0.0)
-        for j in range(padded):
-            weight = exp(weights[head, j] - peak)
-            weights[head, j] = weight
-            seen += weight
-        total[row] = total[row] * shrinks[head] + seen
+@inlined
+def _load_rows(memory, slot_of, first, end, head, tile):
+    """Widens a head's keys or values at positions `first` and following; 0 from `end` on. Those of the next tile are
+    asked for already."""
+    dim = memory.shape[2]
+    for j in range(min(TILE_KEYS, end - first)):
+        slot, later = slot_of[first + j], slot_of[min(first + j + TILE_KEYS, end - 1)]
+        for d in range(0, dim, PAIR):
+            prefetch(memory, (later, head, d))
+            pair = _take_pair(memory, (slot, head, d), dim - d)
+            store(tile, (j, d), pair[0])
+            store(tile, (j, d + LANES), pair[1])
+    for j in range(end - first, TILE_KEYS):
+        for d in range(0, tile.shape[1], LANES):
+            store(tile, (j, d), fill(0.0, load(tile, (j, d))))
 
 
-@njit(fastmath=FASTMATH, inline="always")
-def _add(i, weights, shrinks, tile_v, result):  # type: ignore[no-untyped-def]
-    """Adds the values of a tile by their weights to what each head has so far."""
-    num_heads, padded = weights.shape
-    ratio, dim = num_heads // tile_v.shape[0], tile_v.shape[2]
-    for head in range(num_heads):
-        row, kv_head, kept = i * num_heads + head, head // ratio, shrinks[head]
-        for j in range(0, padded, UNROLLED):
-            a, b, c, e = weights[head, j], weights[head, j + 1], weights[head, j + 2], weights[head, j + 3]
-            for d in range(dim):
-                result[row, d] = kept * result[row, d] + (
-                    a * tile_v[kv_head, j, d]
-                    + b * tile_v[kv_head, j + 1, d]
-                    + c * tile_v[kv_head, j + 2, d]
-                    + e * tile_v[kv_head, j + 3, d]
-                )
-            kept = weights.dtype.type(1.0)
+@inlined
+def _take_pair(array, index, left):
+    """As `load_pair`, where only `left` numbers remain; 0 behind them."""
+    if left >= PAIR:
+        return load_pair(array, index)
+    row, head, d = index
+    return take(array, index, left), load_first(array, (row, head, d + LANES), left - LANES)
+
+
+@inlined
+def _product(a, row, b, column, count, sums):
+    """`a[row : row + 4, :count] @ b[:count, column : column + LANES]`, added to four vectors."""
+    first, second, third, fourth = sums
+    for i in range(count):
+        x = load(b, (i, column))
+        first, second = fma(repeat(a, (row, i)), x, first), fma(repeat(a, (row + 1, i)), x, second)
+        third, fourth = fma(repeat(a, (row + 2, i)), x, third), fma(repeat(a, (row + 3, i)), x, fourth)
+    return first, second, third, fourth
+
+
+@inlined
+def _put(target, row, column, four):
+    """Writes four vectors below each other."""
+    store(target, (row, column), four[0])
+    store(target, (row + 1, column), four[1])
+    store(target, (row + 2, column), four[2])
+    store(target, (row + 3, column), four[3])
+
+
+@inlined
+def _score(queries, from_row, tile_k, weights, row):
+    """The scores of four rows with all keys of a tile."""
+    nothing = fill(0.0, load(tile_k, (0, 0)))
+    for j in range(0, TILE_KEYS, LANES):
+        four = (nothing, nothing, nothing, nothing)
+        _put(weights, row, j, _product(queries, from_row, tile_k, j, tile_k.shape[0], four))
+
+
+@inlined
+def _weigh(weights, row, begin, end, to_row, results, peaks, totals):
+    """The online softmax: a row's scores become weights, and what it has so far shrinks if a higher score came."""
+    peak, zero = peaks[to_row], weights.dtype.type(0.0)
+    for j in range(0, TILE_KEYS, LANES):
+        scores = load(weights, (row, j))
+        if begin > j or end < j + LANES:
+            scores = keep(scores, begin - j, end - j)
+            store(weights, (row, j), scores)
+        peak = max(peak, highest(scores))
+    if peak > peaks[to_row]:
+        shrinks = exp(fill(peaks[to_row] - peak, load(weights, (row, 0))))
+        peaks[to_row] = peak
+        store(weights, (row, 0), load(weights, (row, 0)))
+        totals[to_row] *= highest(shrinks)
+        for d in range(0, results.shape[1], LANES):
+            store(results, (to_row, d), load(results, (to_row, d)) * shrinks)
+    base, seen = max(peak, np.finfo(weights.dtype).min), zero
+    for j in range(0, TILE_KEYS, LANES):
+        weight = exp(load(weights, (row, j)) - base)
+        store(weights, (row, j), weight)
+        seen += total(weight)
+    totals[to_row] += seen
+
+
+@inlined
+def _add(weights, row, tile_v, results, to_row):
+    """Adds the values of a tile, by their weights, to what four rows have so far."""
+    for d in range(0, results.shape[1], LANES):
+        first, second = load(results, (to_row, d)), load(results, (to_row + 1, d))
+        four = (first, second, load(results, (to_row + 2, d)), load(results, (to_row + 3, d)))
+        _put(results, to_row, d, _product(weights, row, tile_v, d, TILE_KEYS, four))
+
+
+@inlined
+def _save(state, token, query_head, row, results, peaks, totals):
+    """Leaves what a row has seen to the unit that goes on with it."""
+    for d in range(state.sums.shape[2]):
+        state.sums[token, query_head, d] = results[row, d]
+    state.peaks[token, query_head], state.totals[token, query_head] = peaks[row], totals[row]
+
+
+@inlined
+def _finish(out, token, query_head, row, results, totals):
+    """A row's output: its sum by its total."""
+    dim, scale = out.shape[2], results.dtype.type(1.0) / totals[row]
+    for d in range(0, dim, PAIR):
+        first, second = load(results, (row, d)) * scale, load(results, (row, d + LANES)) * scale
+        if d + PAIR <= dim:
+            store_pair(out, (token, query_head, d), (first, second))
+        else:
+            put(out, (token, query_head, d), first, dim - d)
+            store_first(out, (token, query_head, d + LANES), second, dim - d - LANES)

@@ -18,10 +18,12 @@ from tests.test_identity import build_engine, run_staggered
 
 numba = pytest.importorskip("numba")
 
-from minivllm.cpu.decoder import CpuDecoder, PackedLinear, add_and_norm, rotate  # noqa: E402
-from minivllm.cpu.numbers import as_numpy, exp, narrow  # noqa: E402
-from minivllm.cpu.paged_attention import TILE_QUERIES, NumbaAttention, attention_kernel, divide  # noqa: E402
-from minivllm.model.decoder import RMSNorm  # noqa: E402
+from minivllm.cpu.decoder import CpuDecoder  # noqa: E402
+from minivllm.cpu.paged_attention import NumbaAttention, attention_kernel  # noqa: E402
+from minivllm.cpu.products import ROWS, WIDTH, PackedLinear, pack  # noqa: E402
+from minivllm.cpu.vectors import as_numpy, exp, load, store  # noqa: E402
+from minivllm.cpu.work import FEWEST_SHARERS, TILE_QUERIES, divide  # noqa: E402
+from minivllm.model.decoder import Decoder  # noqa: E402
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -118,22 +120,50 @@ def test_the_kernel_is_compiled_before_the_first_pass(monkeypatch):
         wider = torch.nn.functional.pad(case.metadata.block_table, (0, 3))
         case.metadata = replace(case.metadata, block_table=wider[:, :-3])
         case.check()
-    assert seen == warm and len(warm) == 2
+    assert seen == warm and len(warm) == 1
+
+
+# --- the units of work ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_work_is_dealt_evenly_and_completely(threads, monkeypatch):
-    monkeypatch.setattr("minivllm.cpu.paged_attention.num_threads", lambda: threads)
+def test_the_work_is_dealt_evenly_and_completely(threads):
     starts = np.array([0, 1, 1, 41, 42, 43])
     lens = np.array([500, 90, 40, 0, 300])  # the second has no tokens, the fourth is padding
-    units, bounds = divide(starts, lens)
-    expected = [[0, 0, 1], [2, 0, 16], [2, 16, 16], [2, 32, 8], [4, 0, 1]]
-    assert units.tolist() == expected and TILE_QUERIES == 16
-    assert bounds[0] == 0 and bounds[-1] == len(units) and len(bounds) == threads + 1
-    assert (np.diff(bounds) >= 0).all()
+    work = divide(starts, lens, np.zeros((5, 32), np.int64), 16, 1, threads)
+    expected = [[0, 1, 0, 0, 500], [1, 17, 2, 0, 16], [17, 33, 2, 0, 32], [33, 41, 2, 0, 40], [42, 43, 4, 0, 300]]
+    assert work.units.tolist() == [[*unit, 0, 1] for unit in expected] and TILE_QUERIES == 16
+    assert work.order.tolist() == list(range(43)) and not len(work.shared)
+    assert work.bounds[0] == 0 and work.bounds[-1] == len(work.units) and len(work.bounds) == threads + 1
+    assert (np.diff(work.bounds) >= 0).all()
     if threads == 2:
-        assert bounds.tolist() == [0, 2, 5]  # 500 + 256 scores, and 512 + 320 + 300
-    assert divide(np.array([0, 1]), np.array([0]))[1].tolist() == [0] * (threads + 1)
+        assert work.bounds.tolist() == [0, 1, 5]  # 500 * 5, and 16 * 20 + 32 * 20 + 40 * 12 + 300 * 5
+    nothing = divide(np.array([0, 1]), np.array([0]), np.zeros((1, 1), np.int64), 16, 1, threads)
+    assert nothing.bounds.tolist() == [0] * (threads + 1)
+
+
+def test_few_units_are_cut_by_heads():
+    work = divide(np.array([0, 1]), np.array([100]), np.zeros((1, 7), np.int64), 16, 3, 2)
+    assert work.units.tolist() == [[0, 1, 0, 0, 100, head, head + 1] for head in range(3)]
+    many = divide(np.arange(10), np.full(9, 100), np.arange(63).reshape(9, 7), 16, 3, 2)
+    assert many.units[:, 5:].tolist() == [[0, 3]] * 9
+
+
+def test_what_decodes_begin_with_is_one_unit_for_all():
+    """Their common blocks, as far as they are full for all; not those of a prefill, nor of too few."""
+    table = np.array([[7, 3, 9, 1], [7, 3, 9, 2], [5, 0, 0, 0], [7, 3, 9, 4], [7, 3, 6, 0], [7, 3, 9, 8]])
+    starts, lens = np.array([0, 1, 2, 3, 4, 5, 15]), np.array([30, 25, 9, 31, 24, 28])
+    work = divide(starts, lens, table, 8, 1, 2)
+    assert FEWEST_SHARERS == 4 and TILE_QUERIES == 16
+    assert work.order[15:].tolist() == [0, 1, 3, 4]
+    assert work.shared.tolist() == [[15, 17, 0, 0, 16, 0, 1], [17, 19, 0, 0, 16, 0, 1]]
+    assert [unit[3] for unit in work.units.tolist()] == [16, 16, 0, 16, 16, 0]
+    assert not len(divide(starts, lens, table, 8, 1, 2, sharing=False).shared)
+    exact = np.array([16, 25, 9, 31, 24, 28])  # the first's last token is the last of the second block: its own
+    assert divide(starts, exact, table, 8, 1, 2).shared[0].tolist() == [15, 17, 0, 0, 8, 0, 1]
+    apart = table.copy()
+    apart[[0, 1, 3, 4], 0] = [1, 1, 1, 2]
+    assert not len(divide(starts, lens, apart, 8, 1, 2).shared)
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------
@@ -141,18 +171,18 @@ def test_the_work_is_dealt_evenly_and_completely(threads, monkeypatch):
 
 @numba.njit
 def _bits(x, out):
-    for i in range(len(x)):
-        out[i] = narrow(x[i], out)
+    for i in range(0, len(x), 16):
+        store(out, (i,), load(x, (i,)))
 
 
 @numba.njit
 def _exps(x, out):
-    for i in range(len(x)):
-        out[i] = exp(x[i])
+    for i in range(0, len(x), 16):
+        store(out, (i,), exp(load(x, (i,))))
 
 
 def test_exp_is_exact_to_rounding():
-    x = np.concatenate([np.linspace(-88, 0, 100_001), [-np.inf, np.nan, -1e30]]).astype(np.float32)
+    x = np.concatenate([np.linspace(-88, 0, 100_013), [-np.inf, np.nan, -1e30]]).astype(np.float32)
     out = np.empty_like(x)
     _exps(x, out)
     exact, normal = np.exp(x.astype(np.float64)), x > -87
@@ -169,33 +199,59 @@ def test_bfloat16_is_rounded_as_torch_rounds():
     assert torch.equal(out.nan_to_num(7), x.bfloat16().nan_to_num(7)) and out[2].isnan()
 
 
-# --- the decoder ---------------------------------------------------------------------------------------------------
+# --- products ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", [1, 300])
-def test_sum_and_norm_equal_the_decoders(dtype, num_tokens):
+def test_products_equal_torchs(dtype):
+    """Every number of rows that a tile can have, and outputs that fill no block, with a bias and without."""
     torch.manual_seed(0)
-    norm = RMSNorm(576, 1e-5).to(dtype)
-    norm.weight.data.uniform_(0.5, 1.5)
-    hidden, delta = torch.randn(2, num_tokens, 576).to(dtype)
-    summed = hidden + delta
-    with torch.inference_mode():
-        assert torch.allclose(add_and_norm(hidden.clone(), None, norm), norm(hidden), atol=TOLERANCE[dtype])
-        residual = hidden.clone()
-        normed = add_and_norm(residual, delta, norm)
-        assert torch.equal(residual, summed) and torch.allclose(normed, norm(summed), atol=TOLERANCE[dtype])
+    for num_outputs, bias in ((WIDTH, True), (2 * WIDTH + 5, False), (WIDTH - 16 + 1, True)):
+        linear = torch.nn.Linear(70, num_outputs, bias).to(dtype)
+        for num_tokens in (*range(1, ROWS + 2), 3 * ROWS + 3):
+            x = torch.randn(num_tokens, 70).to(dtype)
+            with torch.inference_mode():
+                out, expected = PackedLinear(linear)(x), linear(x)
+            assert out.dtype == dtype and out.shape == expected.shape
+            assert (out.double() - expected.double()).abs().max() <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 300])
-def test_rotation_equals_the_decoders(tiny_llama, num_tokens):
-    rotary, config = tiny_llama[1].rotary, tiny_llama[1].config
-    heads = torch.randn(num_tokens, 5, config.head_dim, dtype=torch.float64)
-    positions = torch.randint(0, rotary.num_positions, (num_tokens,))
-    rotated = heads.clone()
-    rotate(rotated, positions, rotary, 3)
-    assert torch.allclose(rotated[:, :3], rotary(heads[:, :3], positions), atol=1e-12)
-    assert torch.equal(rotated[:, 3:], heads[:, 3:])
+def test_what_is_packed_beyond_the_matrix_is_zero():
+    packed = pack(torch.ones(5, 6), torch.ones(5))
+    assert packed.weights.shape == (1, 6, WIDTH) and packed.weights.sum() == 30
+    assert packed.bias.tolist() == [1] * 5 + [0] * (WIDTH - 5)
+
+
+# --- the decoder ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_decoder_equals_the_one_in_torch(tiny_pair, family, dtype):
+    """With either attention, at few tokens and at more than one thread's share."""
+    decoder = tiny_pair(family)[1].to(dtype)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    fast = fast_decoder("numba", copy.deepcopy(decoder))
+    assert type(decoder) is Decoder and type(fast) is CpuDecoder
+    for count in (1, 3, 90):
+        rows = [PassRow(list(range(count)), 0, count, list(range(20)))]
+        metadata, ids, positions = PassInputs(8, CPU).pack(rows)
+        results = []
+        for model, backend in ((decoder, PagedAttention), (fast, NumbaAttention), (fast, PagedAttention)):
+            cache = KVCache(model.config, 20, 8, dtype, CPU)
+            with torch.inference_mode():
+                hidden = model(ids, positions, backend(cache, metadata, model.config.sliding_window))
+                results.append(model.compute_logits(hidden).double())
+        scale = results[0].abs().max()
+        for other in results[1:]:
+            assert (other - results[0]).abs().max() <= 5 * TOLERANCE[dtype] * scale
+
+
+def test_a_model_that_the_loops_do_not_know_stays_in_torch(tiny_pair):
+    decoder = tiny_pair("Llama", hidden_act="gelu")[1]
+    assert fast_decoder("numba", decoder) is decoder
 
 
 MIXED_WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
@@ -212,9 +268,6 @@ def test_the_engine_gives_the_same_tokens(tiny_pair, family, changes, dtype):
     reference, decoder = tiny_pair(family, **changes)
     decoder = fast_decoder("numba", decoder.to(dtype))
     assert isinstance(decoder, CpuDecoder)
-    assert isinstance(decoder.lm_head, PackedLinear) == (
-        dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    )
     prompts = random_prompts([20, 3, 17, 33, 64])
     prompts.append(prompts[3] + [7])
     params = [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)] * len(prompts)

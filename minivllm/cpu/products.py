@@ -1,0 +1,243 @@
+"""Matrix products, for weights that are packed once in the order in which they are read.
+
+A product is made of tiles: a few rows of the activations by `WIDTH` columns of the result, which stay in registers
+while the kernel goes along the columns of both matrices. A packed matrix stores, for each block of `WIDTH` outputs, one
+row per step of that way, so that it is read from front to back whatever the number of tokens: with one token at the
+speed of the memory, with many at the speed of the multipliers. In bfloat16 a step takes two columns, because the
+instruction for it (AVX-512's `vdpbf16ps`) multiplies pairs; where the machine has none, both are widened.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from torch import Tensor, nn
+
+from minivllm.cpu.compiled import features, inlined, intrinsic, loop, num_threads, one_at_a_time, parallel
+from minivllm.cpu.vectors import (
+    INT32,
+    INT64,
+    LANES,
+    Vector,
+    address,
+    as_numpy,
+    call,
+    exp,
+    fill,
+    lanes,
+    load,
+    put,
+    spread,
+    where_less,
+)
+
+PAIRS = {"avx512f", "avx512bf16"} <= features()  # whether it multiplies pairs of bfloat16
+# Rows of a tile, and vectors side by side: as many sums as registers hold beside what they are made of.
+ROWS, VECTORS = (8, 3) if "avx512f" in features() else (6, 1)
+WIDTH = VECTORS * LANES
+
+
+class BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+def add_products(builder: Any, x: Any, weights: Any, total: Any) -> Any:
+    """One step for one row: a vector of sums, plus one activation (or a pair of them) times a vector of weights."""
+    if x.type != INT32:
+        name = f"llvm.fma.v{LANES}f{64 if x.type == ir.DoubleType() else 32}"
+        return call(builder, name, total.type, spread(builder, x), weights, total)
+    both = spread(builder, x)
+    if PAIRS:
+        kind = ir.VectorType(BFloat(), 2 * LANES)
+        pairs = (builder.bitcast(each, kind) for each in (both, weights))
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, *pairs)
+    for widen in (
+        lambda pair: builder.shl(pair, lanes(INT32, [16] * LANES)),
+        lambda pair: builder.and_(pair, lanes(INT32, [0xFFFF0000] * LANES)),
+    ):
+        factors = (builder.bitcast(widen(each), total.type) for each in (both, weights))
+        total = call(builder, f"llvm.fma.v{LANES}f32", total.type, *factors, total)
+    return total
+
+
+def tile_of(num_rows: int) -> Any:
+    """The kernel for tiles of so many rows."""
+
+    @intrinsic
+    def multiply(typing: Any, x: Any, row: Any, packed: Any, block: Any, sums: Any, to: Any) -> Any:
+        """Writes rows of x, from `row` on, times a block of a packed matrix to rows of `sums` from `to` on."""
+        vector = Vector.of(x)
+        step = INT32 if x.dtype == types.uint16 else vector.number
+        weights = ir.VectorType(step, LANES)
+
+        def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            x_array, first, packed_array, which, sums_array, to_row = arguments
+            zero = ir.Constant(INT64, 0)
+
+            def entry(array: Any, value: Any, *at: Any) -> Any:
+                kind = types.UniTuple(types.intp, len(at))
+                return address(context, builder, array, value, kind, cgutils.pack_array(builder, at))
+
+            rows = [builder.add(first, ir.Constant(INT64, r)) for r in range(num_rows)]
+            numbers = [builder.bitcast(entry(x, x_array, r, zero), step.as_pointer()) for r in rows]
+            block_of = builder.bitcast(entry(packed, packed_array, which, zero, zero), weights.as_pointer())
+            view = context.make_array(packed)(context, builder, packed_array)
+            num_steps = cgutils.unpack_tuple(builder, view.shape)[1]
+            nothing = ir.Constant(vector.llvm, [0.0] * LANES)
+            totals = [cgutils.alloca_once(builder, vector.llvm) for _ in range(num_rows * VECTORS)]
+            for total in totals:
+                builder.store(nothing, total)
+            with cgutils.for_range(builder, num_steps) as loop:
+                begin = builder.mul(loop.index, ir.Constant(INT64, VECTORS))
+                columns = [builder.add(begin, ir.Constant(INT64, v)) for v in range(VECTORS)]
+                row_of = [builder.load(builder.gep(block_of, [c]), align=4) for c in columns]
+                for r in range(num_rows):
+                    number = builder.load(builder.gep(numbers[r], [loop.index]), align=x.dtype.bitwidth // 8)
+                    for v in range(VECTORS):
+                        total = totals[r * VECTORS + v]
+                        builder.store(add_products(builder, number, row_of[v], builder.load(total)), total)
+            for r in range(num_rows):
+                target = entry(sums, sums_array, builder.add(to_row, ir.Constant(INT64, r)), zero)
+                target = builder.bitcast(target, vector.llvm.as_pointer())
+                for v in range(VECTORS):
+                    where = builder.gep(target, [ir.Constant(INT64, v)])
+                    builder.store(builder.load(totals[r * VECTORS + v]), where, align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, types.intp, packed, types.intp, sums, types.intp), build
+
+    return multiply
+
+
+most_rows, four_rows, two_rows, one_row = (tile_of(count) for count in (ROWS, 4, 2, 1))
+
+
+class Packed(NamedTuple):
+    """A packed matrix and its bias.
+
+    Attributes:
+        weights: `[num_blocks, steps, WIDTH]`: floats, or pairs of bfloat16 as 32-bit integers. Outputs that the last
+            block has beyond the matrix are 0.
+        bias: `[num_blocks * WIDTH]`, at least float32; 0 where there is none.
+    """
+
+    weights: np.ndarray
+    bias: np.ndarray
+
+
+def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
+    """Packs a matrix, `[num_outputs, num_inputs]`, of bfloat16, float32 or float64, with num_inputs even."""
+    num_outputs, num_inputs = weight.shape
+    num_blocks, pair = -(-num_outputs // WIDTH), 2 if weight.dtype == torch.bfloat16 else 1
+    whole = weight.new_zeros(num_blocks * WIDTH, num_inputs)
+    whole[:num_outputs] = weight.detach()
+    steps = whole.view(num_blocks, WIDTH, num_inputs // pair, pair).transpose(1, 2).contiguous()
+    wide = np.zeros(num_blocks * WIDTH, np.float64 if weight.dtype == torch.float64 else np.float32)
+    if bias is not None:
+        wide[:num_outputs] = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).numpy()
+    return Packed((steps.view(torch.int32) if pair == 2 else steps).squeeze(-1).numpy(), wide)
+
+
+@lru_cache
+def shares(count: int, parts: int) -> np.ndarray:
+    """Where the parts of a whole begin, and the end: `[parts + 1]`."""
+    return np.linspace(0, count, parts + 1).astype(np.int64)
+
+
+def shares_of(packed: Packed) -> np.ndarray:
+    """Where each thread's blocks begin, and the end."""
+    return shares(len(packed.weights), num_threads())
+
+
+class PackedLinear(nn.Module):
+    """A linear layer of a packed matrix."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.packed, self.num_outputs = pack(linear.weight, linear.bias), linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = x.new_empty(len(rows), self.num_outputs)
+        with one_at_a_time:
+            product(as_numpy(rows), self.packed, as_numpy(out), shares_of(self.packed))
+        return out.view(*x.shape[:-1], -1)
+
+
+@parallel
+def product(x, packed, out, bounds):
+    """x, `[num_tokens, num_inputs]`, times a packed matrix, to `out`, `[num_tokens, num_outputs]`."""
+    for part in prange(len(bounds) - 1):
+        sums = np.empty((ROWS, WIDTH), packed.bias.dtype)
+        multiply_blocks(x, packed, out, bounds[part], bounds[part + 1], sums)
+
+
+@loop
+def multiply_blocks(x, packed, out, begin, end, sums):
+    """The outputs of blocks begin..end - 1. sums: scratch memory, `[ROWS, WIDTH]`."""
+    num_tokens, num_outputs = out.shape
+    for block in range(begin, end):
+        for row in range(0, num_tokens, ROWS):
+            count = min(ROWS, num_tokens - row)
+            multiply_rows(x, row, count, packed.weights, block, sums)
+            for i in range(count):
+                for d in range(0, WIDTH, LANES):
+                    to = block * WIDTH + d
+                    if to < num_outputs:
+                        put(out, (row + i, to), load(sums, (i, d)) + load(packed.bias, (to,)), num_outputs - to)
+
+
+@loop
+def multiply_gated(x, gate, up, out, begin, end, sums, up_sums):
+    """As `multiply_blocks`, for two matrices: SiLU of the first's outputs times the second's."""
+    num_tokens, num_outputs = out.shape
+    for block in range(begin, end):
+        for row in range(0, num_tokens, ROWS):
+            count = min(ROWS, num_tokens - row)
+            multiply_rows(x, row, count, gate.weights, block, sums)
+            multiply_rows(x, row, count, up.weights, block, up_sums)
+            for i in range(count):
+                for d in range(0, WIDTH, LANES):
+                    to = block * WIDTH + d
+                    if to < num_outputs:
+                        first, second = load(sums, (i, d)), load(up_sums, (i, d))
+                        both = silu(first + load(gate.bias, (to,))) * (second + load(up.bias, (to,)))
+                        put(out, (row + i, to), both, num_outputs - to)
+
+
+@inlined
+def multiply_rows(x, row, count, weights, block, sums):
+    """Up to `ROWS` rows of x times a block."""
+    if count == ROWS:
+        most_rows(x, row, weights, block, sums, 0)
+    else:
+        done = 0
+        if count >= 4:
+            four_rows(x, row, weights, block, sums, 0)
+            done = 4
+        if count - done >= 2:
+            two_rows(x, row + done, weights, block, sums, done)
+            done += 2
+        if count - done:
+            one_row(x, row + done, weights, block, sums, done)
+
+
+@inlined
+def silu(x):
+    """x / (1 + e ** -x), by e ** -|x|, which can't overflow."""
+    zero, one = fill(0.0, x), fill(1.0, x)
+    small = exp(where_less(x, zero, x, x * -1.0))
+    return x * where_less(x, zero, small, one) / (small + one)
