@@ -5,7 +5,8 @@
 #           smaller CPU build: make setup PIP_ARGS="--extra-index-url ADDRESS", with the address that PyTorch's
 #           "get started" page gives for CPU. `make clean` first, to change a .venv that has the other build.
 # LAB_ARGS  passed to JupyterLab: make lab LAB_ARGS="--no-browser --ip 0.0.0.0 --port 9000"
-# BENCH_ARGS  passed to the GPU benchmark: make bench-gpu BENCH_ARGS="--quick", or "--help" for all of them
+# BENCH_ARGS  passed to the benchmarks: make bench-gpu BENCH_ARGS="--quick", or "--help" for all of them
+# PEERS     folder with scripts that run other engines for `make bench`; PEERS_ENV the folder they are installed in
 # NB        the notebook that `make refresh` executes; without it all of them
 
 PYTHONS = python3 python3.13 python3.12 python3.11 python
@@ -14,7 +15,7 @@ PY = .venv/bin/python
 # A thread of torch that waits sleeps instead of spinning: with anything beside it, steps are 5 to 20 times faster.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: help setup lab test test-browser bench-gpu soak demo lint format refresh clean distclean
+.PHONY: help setup lab test test-browser bench bench-gpu soak demo lint format refresh clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +56,10 @@ test-browser: setup ## the step-by-step explorer in a real Chromium and a real J
 
 soak: setup ## many random requests on all schedulers and memories, with every invariant checked
 	$(PY) -m tests.scheduler.soak
+
+bench: setup ## minivllm's speed on this CPU, alone or beside other engines (PEERS=folder PEERS_ENV=folder)
+	@env -u OMP_WAIT_POLICY $(PY) -m benchmarks.engines $(if $(PEERS),--peers $(PEERS)) \
+	    $(if $(PEERS_ENV),--installed $(PEERS_ENV)) $(BENCH_ARGS)
 
 bench-gpu: setup ## the kernels and the engine on a CUDA card (BENCH_ARGS="--quick")
 	@$(PY) -m benchmarks.gpu $(BENCH_ARGS)

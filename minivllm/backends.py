@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_attention(name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> type[Attention]:
-    """The back end of a name: "torch", "triton", "numba", or "auto": Triton on a CUDA card, plain torch elsewhere.
+    """The back end of a name: "torch", "triton", "numba", or "auto": Triton on a CUDA card, Numba on a CPU.
 
     Args:
         name: one of the above.
@@ -23,10 +23,10 @@ def resolve_attention(name: str, config: ModelConfig, device: torch.device, dtyp
     Raises:
         ValueError: one that is not installed, or can't compute on this device, in this type or at this size.
     """
-    if name == "torch" or (name == "auto" and device.type != "cuda"):
+    if name == "torch":
         return PagedAttention
     try:
-        if name == "numba":
+        if name == "numba" or (name == "auto" and device.type == "cpu"):
             return _numba(device, dtype)
         return _triton(config, device, dtype)
     except ValueError as error:
@@ -42,12 +42,17 @@ def fast_decoder(name: str, model: Decoder) -> Decoder:
     Raises:
         ValueError: see `resolve_attention`.
     """
-    if name != "numba":
+    if model.device.type != "cpu" or name not in ("auto", "numba"):
         return model
-    resolve_attention(name, model.config, model.device, model.dtype)
+    if resolve_attention(name, model.config, model.device, model.dtype) is PagedAttention:
+        return model
+    from minivllm.cpu.compiled import announce
     from minivllm.cpu.decoder import CpuDecoder, can_run
 
-    return CpuDecoder(model) if can_run(model.config) else model
+    if not can_run(model.config):
+        return model
+    announce(model.dtype)
+    return CpuDecoder(model)
 
 
 def start_attention(name: str, model: Decoder, cache: KVCache) -> type[Attention]:
@@ -67,7 +72,7 @@ def start_attention(name: str, model: Decoder, cache: KVCache) -> type[Attention
 
 
 def _plain_torch(error: Exception) -> type[Attention]:
-    logger.warning("attention in plain torch, slower than the kernels: %s", error)
+    logger.warning("attention in plain torch, which is slower: %s", error)
     return PagedAttention
 
 

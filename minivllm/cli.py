@@ -152,7 +152,7 @@ ENGINE_OPTIONS = {
     "scheduling_policy": "who is served first",
     "kv_cache": "memory in blocks or in one piece per request",
     "reservation": "what contiguous memory reserves at admission",
-    "attention_backend": "how attention is computed (auto: triton on a CUDA card; numba is fast on a CPU)",
+    "attention_backend": "how attention is computed (auto: triton on a CUDA card, numba on a CPU)",
     "batching": "continuous, or static batches that run until their slowest member ends",
 }
 

@@ -44,8 +44,9 @@ class EngineConfig:
             "exact". None with paged memory, which reserves nothing.
         batching: "continuous", or "static": a batch runs until its slowest member ends (with max_num_seqs=1 there
             is no batching at all).
-        attention_backend: "torch", "triton" (kernels, for a CUDA card), "numba" (a CPU, with packed weights), or
-            "auto": triton where there is a card, else torch.
+        attention_backend: "torch" (readable, anywhere), "triton" (kernels, for a CUDA card), "numba" (compiled loops
+            and packed weights, for a CPU), or "auto": triton on a card, numba on a CPU, and torch where these can't
+            run.
 
     Raises:
         ValueError: a field has the wrong type or is out of range, or two contradict each other; the message

@@ -92,7 +92,7 @@ def real_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def real_llm(real_folder: Path) -> Any:
-    """The default model in float32, loaded once."""
+    """The default model in float32 on the readable engine, loaded once."""
     from minivllm import LLM
 
-    return LLM(str(real_folder), dtype="float32", device="cpu")
+    return LLM(str(real_folder), dtype="float32", device="cpu", attention_backend="torch")

@@ -35,6 +35,7 @@ FAKE = r"""
 import json, os, shutil, sys, time
 me, args = sys.argv[1], sys.argv[2:]
 marks = dict(venv="venv", torch="torch", package="--editable", kernel="ipykernel", model="minivllm.cli")
+marks["loops"] = "minivllm.cpu.precompile"
 step = next((name for name, mark in marks.items() if mark in args), "")
 if step:
     with open("calls", "a") as calls:
@@ -205,12 +206,25 @@ def test_a_first_run_takes_every_step_and_says_so(checkout: Checkout):
     code, out, err = checkout.setup()
     assert (code, err) == (0, "")
     assert out.splitlines()[-4:] == [
-        "[1/4] Python environment in .venv",
-        "[2/4] PyTorch",
-        "[3/4] the package and its dependencies",
-        "[4/4] Jupyter kernel",
+        "[1/5] Python environment in .venv",
+        "[2/5] PyTorch",
+        "[3/5] the package and its dependencies",
+        "[4/5] Jupyter kernel",
     ]
     assert checkout.steps() == STEPS
+
+
+def test_the_loops_are_compiled_once_and_again_when_their_sources_change(done: Checkout):
+    source = done.root / "minivllm" / "cpu" / "products.py"
+    (source.parent / "__pycache__").mkdir(parents=True)
+    source.touch()
+    assert "[5/5] loops for this processor" in done.setup()[1] and done.steps() == ["loops"]
+    assert "[5/5]" not in done.setup()[1]
+    later = time.time() + 5
+    os.utime(source, (later, later))
+    done.plan("loops", "LLVM ERROR: out of memory")
+    code, out, _ = done.setup()
+    assert code == 0 and "left to the engine, which will take 20 s longer when it first starts" in out
 
 
 def test_a_second_run_does_nothing(done: Checkout):
@@ -313,7 +327,7 @@ def test_only_what_is_still_to_do_needs_space(checkout: Checkout):
 def test_a_disk_too_small_for_the_cuda_build_gets_a_note(checkout: Checkout):
     code, out, _ = checkout.setup(with_free_disk(5))
     assert code == 0
-    assert out.startswith("Note: 5.0 GB are free; PyTorch's CUDA build needs 8 GB.\n[1/4]")
+    assert out.startswith("Note: 5.0 GB are free; PyTorch's CUDA build needs 8 GB.\n[1/5]")
 
 
 def with_free_disk(free_gb: float) -> str:
@@ -375,7 +389,7 @@ def test_another_supported_version_is_kept_unless_python_is_named(done: Checkout
     done.executable(".venv/bin/python", f"echo {OTHER_VERSION}.1")
     stamps = done.root / ".venv" / "setup.json"
     stamps.write_text(json.dumps({**json.loads(stamps.read_text()), "venv": f"{OTHER_VERSION} {done.root}/.venv"}))
-    assert "[1/4]" not in done.setup()[1]
+    assert "[1/5]" not in done.setup()[1]
     done.calls()
     code, out, _ = done.setup(options=("--this-python",))
     assert code == 0

@@ -5,6 +5,7 @@ types don't know.
 """
 
 import hashlib
+import logging
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,9 @@ import numba
 import numba.extending
 import torch
 from llvmlite import binding
+
+logger = logging.getLogger(__name__)
+FOLDER = Path(__file__).parent
 
 
 def forget_what_is_stale(folder: Path) -> None:
@@ -38,7 +42,20 @@ def features() -> set[str]:
     return {name for name, there in binding.get_host_cpu_features().items() if there}
 
 
-forget_what_is_stale(Path(__file__).parent)
+def mark_of(dtype: torch.dtype) -> Path:
+    """A file that is there once the loops are compiled for a type, and goes with what is compiled."""
+    return FOLDER / "__pycache__" / f"{str(dtype).removeprefix('torch.')}.nbc"
+
+
+def announce(dtype: torch.dtype) -> None:
+    """Says that a wait is to come, if it is."""
+    if not mark_of(dtype).exists():
+        logger.warning("compiling the loops for %s, once on this machine: about 20 seconds", dtype)
+        with suppress(OSError):
+            mark_of(dtype).touch()
+
+
+forget_what_is_stale(FOLDER)
 
 _njit: Any = numba.njit
 # Compiled once and kept on disk, called from Python without its lock.

@@ -58,10 +58,12 @@ class CpuDecoder(Decoder):
         stream = Stream.of(as_numpy(embedded.reshape(-1, embedded.shape[-1])), self.config)
         stream.delta[:] = 0
         wide = torch.promote_types(embedded.dtype, torch.float32)
+        if not 0 <= positions.min() <= positions.max() < self.rotary.num_positions:  # compiled loops check nothing
+            raise IndexError(f"positions {positions.tolist()} are not all below {self.rotary.num_positions}")
         turns = Turns(positions.reshape(-1).numpy(), *(x.to(wide).numpy() for x in (self.rotary.cos, self.rotary.sin)))
         rows = shares_of_rows(len(stream.hidden))
         for layer in self.layers:
-            layer(stream, turns, rows, attend, embedded.dtype)
+            layer(stream, turns, rows, attend, embedded)
         with one_at_a_time:
             add_and_norm(stream.hidden, stream.delta, Norm.of(self.norm), stream.normed, rows)
         return as_tensor(stream.normed, embedded.dtype).view(embedded.shape)
@@ -128,8 +130,9 @@ class CpuLayer(nn.Module):
         norms = (attention.q_norm, attention.k_norm)
         self.head_norms = tuple(Norm.of(norm) if isinstance(norm, RMSNorm) else none for norm in norms)
 
-    def forward(self, stream: Stream, turns: Turns, rows: np.ndarray, attend: Attend, dtype: torch.dtype) -> None:
-        """Adds what the layer before left in `stream.delta` to `stream.hidden`, and leaves there what this one adds."""
+    def forward(self, stream: Stream, turns: Turns, rows: np.ndarray, attend: Attend, tokens: Tensor) -> None:
+        """Adds what the layer before left in `stream.delta` to `stream.hidden`, and leaves there what this one adds.
+        `tokens`: the embedded ones, for their type and for the shape that an `attend` of torch's expects."""
         with one_at_a_time:
             into_heads(
                 stream,
@@ -144,8 +147,9 @@ class CpuLayer(nn.Module):
         if isinstance(attend, NumbaAttention):
             attend.on_heads(self.index, stream.heads, stream.attended)
         else:
-            heads = as_tensor(stream.heads, dtype).split(self.head_counts, dim=1)
-            stream = stream._replace(attended=as_numpy(attend(self.index, *heads).contiguous()))
+            heads = as_tensor(stream.heads, tokens.dtype).view(*tokens.shape[:-1], *stream.heads.shape[1:])
+            out = attend(self.index, *heads.split(self.head_counts, dim=-2))
+            stream = stream._replace(attended=as_numpy(out.reshape(stream.attended.shape)))
         matrices = (self.o, self.gate, self.up, self.down)
         shares = (shares_of(matrix) for matrix in (self.o, self.gate, self.down))
         with one_at_a_time:

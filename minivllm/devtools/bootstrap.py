@@ -46,6 +46,7 @@ KERNEL = VENV / "share" / "jupyter" / "kernels" / "python3" / "kernel.json"
 KERNEL_NAME = "Python 3 (minivllm)"
 # A thread of torch that waits sleeps instead of spinning: the browser beside the notebook needs the core too.
 KERNEL_ENV = {"OMP_WAIT_POLICY": "passive"}
+COMPILED = ROOT / "minivllm" / "cpu" / "__pycache__" / "ready"
 MODEL = ROOT / "data" / "models" / "smollm2-135m" / "minivllm.json"
 MODEL_GB = 0.7
 CUDA_BUILD_GB = 8.0
@@ -103,12 +104,13 @@ def only_one_setup() -> Iterator[None]:
 
 
 def take_steps(versions: tuple[str, ...]) -> None:
-    """Takes those of the four steps that are not done yet."""
+    """Takes those of the five steps that are not done yet."""
     steps = [
         Step("Python environment in .venv", lambda: not venv_problem(versions), make_venv, 0.1),
         Step("PyTorch", lambda: is_stamped("torch"), install_torch, 1.2),
         Step("the package and its dependencies", lambda: is_stamped("package"), install_package, 1.6),
         Step("Jupyter kernel", kernel_is_ours, install_kernel, 0.0),
+        Step("loops for this processor", loops_are_compiled, compile_loops, 0.0),
     ]
     first = next((number for number, step in enumerate(steps) if not step.is_done()), len(steps))
     if first == len(steps):
@@ -189,6 +191,20 @@ def install_kernel() -> None:
     for name, value in KERNEL_ENV.items():
         options += ["--env", name, value]
     run_logged([str(PYTHON), "-m", "ipykernel", "install", *options])
+
+
+def loops_are_compiled() -> bool:
+    sources = [source.stat().st_mtime for source in COMPILED.parents[1].glob("*.py")]
+    return not sources or (COMPILED.is_file() and COMPILED.stat().st_mtime >= max(sources))
+
+
+def compile_loops() -> None:
+    """Without them the engine compiles them itself, when it starts; so a failure is told and no more."""
+    try:
+        run_logged([str(PYTHON), "-m", "minivllm.cpu.precompile"])
+        COMPILED.touch()
+    except (SetupError, OSError) as error:
+        print(f"      left to the engine, which will take 20 s longer when it first starts: {error}", flush=True)
 
 
 def fetch_model() -> int:

@@ -27,7 +27,7 @@ MIB = 2**20
 def main() -> None:
     """Runs the tour."""
     started = time.perf_counter()
-    llm = LLM("smollm2-135m")
+    llm = LLM("smollm2-135m", attention_backend="torch")  # the readable one, for all stages alike
     config = llm.model.config
     print(f"minivllm · {llm.config.model} · {llm.model.device}, {str(llm.model.dtype).removeprefix('torch.')}")
     print(

@@ -20,6 +20,7 @@ __all__ = [
     "check_block_keys",
     "check_blocks_for_branches",
     "check_continuous_steps",
+    "check_keys_read",
     "check_merge",
     "check_plan_step",
     "check_rows_of_tile",
@@ -206,6 +207,17 @@ def check_tokens_found(answer: Callable[[list[list[int]], int], Any]) -> bool:
         outputs = serve(engine, [Arrival(prompt, 1) for prompt in prompts]).outputs
         found = [output.num_cached_tokens for output in outputs]
         cases.append((f"prompts of {lens} tokens, blocks of {size}", (prompts, size), found))
+    return check(answer, cases)
+
+
+def check_keys_read(answer: Callable[[Sequence[int], int, int], Any]) -> bool:
+    """Appendix 1: `answer(lens, num_shared, block_size)` counts the keys that one decode step reads per KV head, if
+    what all requests begin with is read once: whole blocks, and of each request at least its newest token apart."""
+    cases = []
+    for lens, shared, size in (([560] * 32, 512, 16), ([40, 41, 60], 40, 16), ([33, 70], 32, 16), ([32, 64], 32, 16)):
+        common = min(shared, min(lens) - 1) // size * size
+        what = f"texts of {list(dict.fromkeys(lens))} tokens ({len(lens)} in all), {shared} shared, blocks of {size}"
+        cases.append((what, (lens, shared, size), common + sum(length - common for length in lens)))
     return check(answer, cases)
 
 

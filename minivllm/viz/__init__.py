@@ -9,6 +9,7 @@ from minivllm.viz.memory import block_tables, fragmentation_over_time, memory_ma
 from minivllm.viz.prefix_cache import hit_rate, ttft_cold_warm
 from minivllm.viz.prefix_tree import prefix_tree
 from minivllm.viz.sentences import explain, narrate
+from minivllm.viz.step_parts import step_parts
 from minivllm.viz.throughput import (
     BatchPoint,
     batch_point,
@@ -52,6 +53,7 @@ __all__ = [
     "show",
     "slab_map",
     "stacked_shares",
+    "step_parts",
     "token_budget",
     "token_gaps",
     "ttft_cold_warm",

@@ -18,6 +18,7 @@ from tests.test_identity import build_engine, run_staggered
 
 numba = pytest.importorskip("numba")
 
+from minivllm.cpu import compiled  # noqa: E402
 from minivllm.cpu.decoder import CpuDecoder  # noqa: E402
 from minivllm.cpu.paged_attention import NumbaAttention, attention_kernel  # noqa: E402
 from minivllm.cpu.products import ROWS, WIDTH, PackedLinear, pack  # noqa: E402
@@ -249,6 +250,15 @@ def test_the_decoder_equals_the_one_in_torch(tiny_pair, family, dtype):
             assert (other - results[0]).abs().max() <= 5 * TOLERANCE[dtype] * scale
 
 
+def test_positions_that_have_no_angle_are_refused(tiny_pair):
+    fast = fast_decoder("numba", tiny_pair("Llama")[1])
+    for wrong in (-1, fast.rotary.num_positions):
+        with pytest.raises(
+            IndexError, match=rf"positions \[0, {wrong}\] are not all below {fast.rotary.num_positions}"
+        ):
+            fast(torch.tensor([1, 2]), torch.tensor([0, wrong]), lambda layer, q, k, v: q)
+
+
 def test_a_model_that_the_loops_do_not_know_stays_in_torch(tiny_pair):
     decoder = tiny_pair("Llama", hidden_act="gelu")[1]
     assert fast_decoder("numba", decoder) is decoder
@@ -316,13 +326,33 @@ def test_the_real_model_in_bfloat16_stays_as_near_as_torch_does():
 # --- where it can't run --------------------------------------------------------------------------------------------
 
 
-def test_other_devices_types_and_a_missing_numba_are_refused_by_name(tiny_llama, monkeypatch):
+def test_other_devices_types_and_a_missing_numba_are_refused_by_name(tiny_llama, monkeypatch, caplog):
     config = tiny_llama[1].config
     with pytest.raises(ValueError, match=r"in bfloat16, float32 or float64, and the model is on cpu in torch.float16"):
         resolve_attention("numba", config, CPU, torch.float16)
     with pytest.raises(ValueError, match=r"the model is on cuda in torch.float32"):
         resolve_attention("numba", config, torch.device("cuda"), torch.float32)
-    assert fast_decoder("auto", tiny_llama[1]) is fast_decoder("torch", tiny_llama[1]) is tiny_llama[1]
+    assert fast_decoder("torch", tiny_llama[1]) is tiny_llama[1]
     monkeypatch.setitem(__import__("sys").modules, "minivllm.cpu.paged_attention", None)
     with pytest.raises(ValueError, match="install numba, or take 'torch'"):
         resolve_attention("numba", config, CPU, torch.float32)
+    with caplog.at_level("WARNING"):
+        assert resolve_attention("auto", config, CPU, torch.float32) is PagedAttention
+    assert "attention in plain torch, which is slower: attention_backend 'numba'" in caplog.text
+    assert fast_decoder("auto", tiny_llama[1]) is tiny_llama[1]
+
+
+def test_a_wait_for_the_compiler_is_announced_once(tmp_path, monkeypatch, caplog):
+    """And what was compiled from other sources is forgotten."""
+    monkeypatch.setattr(compiled, "FOLDER", tmp_path)
+    (tmp_path / "loops.py").write_text("1")
+    compiled.forget_what_is_stale(tmp_path)
+    for dtype in (torch.float32, torch.float32, torch.bfloat16):
+        compiled.announce(dtype)
+    assert caplog.text.count("compiling the loops for torch.float32, once on this machine") == 1
+    assert caplog.text.count("compiling the loops") == 2
+    compiled.forget_what_is_stale(tmp_path)
+    assert compiled.mark_of(torch.float32).exists()
+    (tmp_path / "loops.py").write_text("2")
+    compiled.forget_what_is_stale(tmp_path)
+    assert not compiled.mark_of(torch.float32).exists()
