@@ -186,7 +186,7 @@ def main() -> None:
             if number == 0:
                 outputs[name] = next(iter(json.loads(tokens_file.read_text()).values()))["outputs"]
             tokens_file.unlink(missing_ok=True)
-    judge = LLM("smollm2-135m", dtype="float32", attention_backend="torch", num_kv_blocks=1, max_model_len=1024)
+    judge = LLM("smollm2-135m", dtype="float32", attention_backend="torch", num_kv_blocks=64)
     section = report(lines, {name: agreement(judge, tokens) for name, tokens in outputs.items()}, args.dtype)
     print("\n" + section)
     if not args.dry:

@@ -1,5 +1,5 @@
-"""The decoder for a CPU: what `minivllm.model.decoder.Decoder` computes, from the same parameters, in two calls per
-layer beside attention, on matrices that are packed once.
+"""The decoder for a CPU: what `minivllm.model.decoder.Decoder` computes, from the same parameters, on matrices that
+are packed once, in a single call for all layers.
 
 The one in torch makes some fifteen calls per layer. Each is taken apart in Python, wakes all threads, and writes to
 memory what the next one reads; at a few tokens that costs as much as the products. Here compiled loops do everything
@@ -8,16 +8,18 @@ that stands between the matrices.
 
 from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import torch
 from numba import prange
 from torch import Tensor, nn
 
 from minivllm.cpu.compiled import inlined, loop, num_threads, one_at_a_time, parallel
-from minivllm.cpu.paged_attention import NumbaAttention
+from minivllm.cpu.paged_attention import NumbaAttention, attention_kernel
 from minivllm.cpu.products import (
     ROWS,
     WIDTH,
+    Packed,
     PackedLinear,
     multiply_blocks,
     multiply_gated,
@@ -27,7 +29,7 @@ from minivllm.cpu.products import (
 )
 from minivllm.cpu.vectors import LANES, as_numpy, as_tensor, fill, fma, load_first, put, take, total
 from minivllm.model.architecture import ModelConfig
-from minivllm.model.decoder import Attend, Decoder, DecoderLayer, RMSNorm
+from minivllm.model.decoder import Attend, Decoder, RMSNorm
 
 PARALLEL_ROWS = 32  # from here on a loop over tokens is worth waking the other threads
 
@@ -39,15 +41,30 @@ def can_run(config: ModelConfig) -> bool:
 
 
 class CpuDecoder(Decoder):
-    """A decoder made of another one's parameters, which it takes over."""
+    """A decoder made of another one's parameters, which it takes over.
+
+    Attributes:
+        matrices: of all layers: queries, keys and values; the projection behind attention; the gate, what it gates, and
+            the way down.
+        norms: of all layers.
+        last_norm: the one before the head.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
-        """Packs the matrices one by one, so that none but the head's is there twice."""
+        """Packs the matrices kind by kind, so that at most one kind and the head are there twice."""
         nn.Module.__init__(self)
         self.config, self.rotary = decoder.config, decoder.rotary
         self.embed_tokens, self.norm = decoder.embed_tokens, decoder.norm
         self.lm_head = PackedLinear(decoder.lm_head)  # type: ignore[assignment]
-        self.layers = nn.ModuleList(CpuLayer(layer) for layer in decoder.layers)  # type: ignore[arg-type]
+        layers: list[Any] = list(decoder.layers)
+        self.norms, self.last_norm = Norms.of(layers, decoder.config), as_numpy(decoder.norm.weight.detach())[None]
+        attention, mlp = [layer.self_attn for layer in layers], [layer.mlp for layer in layers]
+        self.matrices = [
+            *take_over([block.qkv_proj for block in attention]),
+            *take_over([block.o_proj for block in attention]),
+            *take_over([block.gate_up_proj for block in mlp], parts=2),
+            *take_over([block.down_proj for block in mlp]),
+        ]
         token = torch.zeros(1, dtype=torch.int64)
         with torch.inference_mode():  # compiles the loops, or loads what was compiled before
             self.compute_logits(self(token, token, lambda layer, q, k, v: q))
@@ -56,17 +73,34 @@ class CpuDecoder(Decoder):
         """As `Decoder.forward`; what a layer adds to the residual stream is added by the next norm."""
         embedded = self.embed_tokens(input_ids)
         stream = Stream.of(as_numpy(embedded.reshape(-1, embedded.shape[-1])), self.config)
-        stream.delta[:] = 0
-        wide = torch.promote_types(embedded.dtype, torch.float32)
         if not 0 <= positions.min() <= positions.max() < self.rotary.num_positions:  # compiled loops check nothing
             raise IndexError(f"positions {positions.tolist()} are not all below {self.rotary.num_positions}")
+        wide = torch.promote_types(embedded.dtype, torch.float32)
         turns = Turns(positions.reshape(-1).numpy(), *(x.to(wide).numpy() for x in (self.rotary.cos, self.rotary.sin)))
-        rows = shares_of_rows(len(stream.hidden))
-        for layer in self.layers:
-            layer(stream, turns, rows, attend, embedded)
+        counts, rows = (self.config.num_heads, self.config.num_kv_heads), shares_of_rows(len(stream.hidden))
+        qkv, *others = self.matrices
+        begin = (stream, qkv, self.norms, counts, turns, shares_of(qkv), rows)
+        end = (*others, *(shares_of(others[index]) for index in (0, 1, 3)))
+        if isinstance(attend, NumbaAttention):
+            with one_at_a_time:
+                all_layers(begin, end, *attend.plan(stream.heads))
+        else:
+            self._layer_by_layer(begin, end, attend, embedded)
         with one_at_a_time:
-            add_and_norm(stream.hidden, stream.delta, Norm.of(self.norm), stream.normed, rows)
+            add_and_norm(stream.hidden, stream.delta, self.last_norm, 0, self.norm.eps, stream.normed, rows)
         return as_tensor(stream.normed, embedded.dtype).view(embedded.shape)
+
+    def _layer_by_layer(self, begin: tuple[Any, ...], end: tuple[Any, ...], attend: Attend, embedded: Tensor) -> None:
+        """The layers around an `attend` in torch, which sees the tokens in the shape of `embedded`."""
+        stream, _, norms, (num_heads, num_kv_heads), _, _, rows = begin
+        for layer in range(self.config.num_layers):
+            with one_at_a_time:
+                into_heads(*begin, layer)
+            heads = as_tensor(stream.heads, embedded.dtype).view(*embedded.shape[:-1], *stream.heads.shape[1:])
+            out = attend(layer, *heads.split((num_heads, num_kv_heads, num_kv_heads), dim=-2))
+            attended = as_numpy(out.reshape(stream.attended.shape))
+            with one_at_a_time:
+                out_of_heads(stream._replace(attended=attended), *end, norms, rows, layer)
 
 
 class Stream(NamedTuple):
@@ -94,7 +128,7 @@ class Stream(NamedTuple):
         heads = (config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         shapes = [heads, (config.num_heads, config.head_dim), (config.intermediate_size,)]
         rest = (np.zeros((len(hidden), *shape), hidden.dtype) for shape in shapes)  # padded tokens attend to nothing: 0
-        return cls(hidden, np.empty_like(hidden), np.empty_like(hidden), *rest)
+        return cls(hidden, np.zeros_like(hidden), np.empty_like(hidden), *rest)
 
 
 class Turns(NamedTuple):
@@ -105,63 +139,45 @@ class Turns(NamedTuple):
     sin: np.ndarray
 
 
-class Norm(NamedTuple):
-    """The weight of an RMSNorm and its epsilon."""
+class Norms(NamedTuple):
+    """The weights of all layers' RMSNorms, `[num_layers, size]`, and their epsilon.
 
-    weight: np.ndarray
+    Attributes:
+        first: before attention.
+        second: before the feed-forward network.
+        q: of the heads of queries; size 0 where there is none.
+        k: of the heads of keys, likewise.
+        eps: of all.
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+    q: np.ndarray
+    k: np.ndarray
     eps: float
 
     @classmethod
-    def of(cls, norm: RMSNorm) -> "Norm":
-        return cls(as_numpy(norm.weight.detach()), norm.eps)
+    def of(cls, layers: list[Any], config: ModelConfig) -> "Norms":
+        def stacked(norms: list[nn.Module]) -> np.ndarray:
+            none = layers[0].input_layernorm.weight[:0]
+            weights = [norm.weight if isinstance(norm, RMSNorm) else none for norm in norms]
+            return as_numpy(torch.stack(weights).detach())
+
+        first, second = ([getattr(x, f"{name}_layernorm") for x in layers] for name in ("input", "post_attention"))
+        q, k = ([getattr(layer.self_attn, name) for layer in layers] for name in ("q_norm", "k_norm"))
+        return cls(stacked(first), stacked(second), stacked(q), stacked(k), config.rms_norm_eps)
 
 
-class CpuLayer(nn.Module):
-    """A layer of `CpuDecoder`."""
-
-    def __init__(self, layer: DecoderLayer) -> None:
-        super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
-        self.index, self.head_counts = attention.layer, attention.head_counts
-        self.qkv, self.o, self.down = map(take_over, (attention.qkv_proj, attention.o_proj, mlp.down_proj))
-        self.gate, self.up = take_over(mlp.gate_up_proj, parts=2)
-        self.first_norm, self.second_norm = Norm.of(layer.input_layernorm), Norm.of(layer.post_attention_layernorm)
-        none = Norm(self.first_norm.weight[:0], 0.0)
-        norms = (attention.q_norm, attention.k_norm)
-        self.head_norms = tuple(Norm.of(norm) if isinstance(norm, RMSNorm) else none for norm in norms)
-
-    def forward(self, stream: Stream, turns: Turns, rows: np.ndarray, attend: Attend, tokens: Tensor) -> None:
-        """Adds what the layer before left in `stream.delta` to `stream.hidden`, and leaves there what this one adds.
-        `tokens`: the embedded ones, for their type and for the shape that an `attend` of torch's expects."""
-        with one_at_a_time:
-            into_heads(
-                stream,
-                self.qkv,
-                self.first_norm,
-                *self.head_norms,
-                self.head_counts[:2],
-                turns,
-                shares_of(self.qkv),
-                rows,
-            )
-        if isinstance(attend, NumbaAttention):
-            attend.on_heads(self.index, stream.heads, stream.attended)
-        else:
-            heads = as_tensor(stream.heads, tokens.dtype).view(*tokens.shape[:-1], *stream.heads.shape[1:])
-            out = attend(self.index, *heads.split(self.head_counts, dim=-2))
-            stream = stream._replace(attended=as_numpy(out.reshape(stream.attended.shape)))
-        matrices = (self.o, self.gate, self.up, self.down)
-        shares = (shares_of(matrix) for matrix in (self.o, self.gate, self.down))
-        with one_at_a_time:
-            out_of_heads(stream, *matrices, self.second_norm, *shares, rows)
-
-
-def take_over(linear: nn.Linear, parts: int = 1) -> Any:
-    """Packs a layer's matrix, or equal parts of it, and lets the layer forget it."""
-    biases = [None] * parts if linear.bias is None else linear.bias.chunk(parts)
-    packed = [pack(*pair) for pair in zip(linear.weight.chunk(parts), biases, strict=True)]
-    del linear.weight
-    return packed[0] if parts == 1 else packed
+def take_over(linears: list[nn.Linear], parts: int = 1) -> list[Packed]:
+    """Packs a matrix of all layers, or equal parts of it, and lets the layers forget it."""
+    cut = []
+    for linear in linears:
+        biases = [None] * parts if linear.bias is None else linear.bias.chunk(parts)
+        cut.append(list(zip(linear.weight.chunk(parts), biases, strict=True)))
+    packed = [pack(matrices) for matrices in zip(*cut, strict=True)]
+    for linear in linears:
+        del linear.weight
+    return packed
 
 
 def shares_of_rows(num_rows: int) -> np.ndarray:
@@ -169,28 +185,48 @@ def shares_of_rows(num_rows: int) -> np.ndarray:
     return shares(num_rows, num_threads() if num_rows >= PARALLEL_ROWS else 1)
 
 
+@numba.njit(cache=True, nogil=True)
+def all_layers(begin, end, keys, values, places, plans, windows):
+    """The layers of a pass around attention in place; see `into_heads`, `out_of_heads` and `attention_kernel`.
+
+    plans: work and state for a layer where all may be seen, and for one with a window; windows: `[num_layers]`, 0 where
+    there is none.
+    """
+    stream, qkv, norms, counts, turns, qkv_blocks, rows = begin
+    o, gate, up, down, o_blocks, gate_blocks, down_blocks = end
+    work, state, windowed_work, windowed_state = plans
+    out, heads = stream.attended, stream.heads
+    for layer in range(len(windows)):
+        into_heads(stream, qkv, norms, counts, turns, qkv_blocks, rows, layer)
+        if windows[layer] == 0:
+            attention_kernel(out, heads, keys[layer], values[layer], places, work, state, 0)
+        else:
+            window = windows[layer]
+            attention_kernel(out, heads, keys[layer], values[layer], places, windowed_work, windowed_state, window)
+        out_of_heads(stream, o, gate, up, down, o_blocks, gate_blocks, down_blocks, norms, rows, layer)
+
+
 @parallel
-def into_heads(stream, qkv, norm, q_norm, k_norm, counts, turns, blocks, rows):
+def into_heads(stream, qkv, norms, counts, turns, blocks, rows, layer):
     """Adds `stream.delta` to `stream.hidden`, and makes `stream.heads` of it: normed, projected, turned.
 
-    qkv: a `Packed` matrix; q_norm, k_norm: of the heads of queries and keys, empty where there is none; counts: query
-    and KV heads; blocks, rows: where each thread's blocks and tokens begin.
+    qkv: a `Packed` matrix; counts: query and KV heads; blocks, rows: where each thread's blocks and tokens begin.
     """
     hidden, delta, normed, heads, _, _ = stream
-    add_and_norm(hidden, delta, norm, normed, rows)
+    add_and_norm(hidden, delta, norms.first, layer, norms.eps, normed, rows)
     flat = heads.reshape(heads.shape[0], heads.shape[1] * heads.shape[2])
     for part in prange(len(blocks) - 1):
         sums = np.empty((ROWS, WIDTH), qkv.bias.dtype)
-        multiply_blocks(normed, qkv, flat, blocks[part], blocks[part + 1], sums)
+        multiply_blocks(normed, qkv, layer, flat, blocks[part], blocks[part + 1], sums)
     if len(rows) == 2:
-        turn_rows(heads, turns, q_norm, k_norm, counts, rows[0], rows[1])
+        turn_rows(heads, turns, norms, layer, counts, rows[0], rows[1])
     else:
         for part in prange(len(rows) - 1):
-            turn_rows(heads, turns, q_norm, k_norm, counts, rows[part], rows[part + 1])
+            turn_rows(heads, turns, norms, layer, counts, rows[part], rows[part + 1])
 
 
 @parallel
-def out_of_heads(stream, o, gate, up, down, norm, o_blocks, gate_blocks, down_blocks, rows):
+def out_of_heads(stream, o, gate, up, down, o_blocks, gate_blocks, down_blocks, norms, rows, layer):
     """What follows attention: its projection and the feed-forward network, which leaves in `stream.delta` what it adds.
 
     o, gate, up, down: `Packed` matrices; o_blocks and so on: where each thread's blocks of them begin; rows: where its
@@ -200,28 +236,28 @@ def out_of_heads(stream, o, gate, up, down, norm, o_blocks, gate_blocks, down_bl
     flat = attended.reshape(attended.shape[0], attended.shape[1] * attended.shape[2])
     for part in prange(len(o_blocks) - 1):
         sums = np.empty((ROWS, WIDTH), o.bias.dtype)
-        multiply_blocks(flat, o, delta, o_blocks[part], o_blocks[part + 1], sums)
-    add_and_norm(hidden, delta, norm, normed, rows)
+        multiply_blocks(flat, o, layer, delta, o_blocks[part], o_blocks[part + 1], sums)
+    add_and_norm(hidden, delta, norms.second, layer, norms.eps, normed, rows)
     for part in prange(len(gate_blocks) - 1):
         sums, up_sums = np.empty((ROWS, WIDTH), o.bias.dtype), np.empty((ROWS, WIDTH), o.bias.dtype)
-        multiply_gated(normed, gate, up, gated, gate_blocks[part], gate_blocks[part + 1], sums, up_sums)
+        multiply_gated(normed, gate, up, layer, gated, gate_blocks[part], gate_blocks[part + 1], sums, up_sums)
     for part in prange(len(down_blocks) - 1):
         sums = np.empty((ROWS, WIDTH), o.bias.dtype)
-        multiply_blocks(gated, down, delta, down_blocks[part], down_blocks[part + 1], sums)
+        multiply_blocks(gated, down, layer, delta, down_blocks[part], down_blocks[part + 1], sums)
 
 
 @parallel
-def add_and_norm(hidden, delta, norm, out, rows):
+def add_and_norm(hidden, delta, weights, layer, eps, out, rows):
     """`hidden += delta`, and RMSNorm of it; all `[num_tokens, hidden_size]`. rows: where each thread's tokens begin."""
     if len(rows) == 2:
-        norm_rows(hidden, delta, norm, out, rows[0], rows[1])
+        norm_rows(hidden, delta, weights, layer, eps, out, rows[0], rows[1])
     else:
         for part in prange(len(rows) - 1):
-            norm_rows(hidden, delta, norm, out, rows[part], rows[part + 1])
+            norm_rows(hidden, delta, weights, layer, eps, out, rows[part], rows[part + 1])
 
 
 @loop
-def norm_rows(hidden, delta, norm, out, begin, end):
+def norm_rows(hidden, delta, weights, layer, eps, out, begin, end):
     """`add_and_norm` of a thread's tokens."""
     size = hidden.shape[1]
     for token in range(begin, end):
@@ -231,23 +267,22 @@ def norm_rows(hidden, delta, norm, out, begin, end):
             put(hidden, (token, d), x, size - d)
             x = take(hidden, (token, d), size - d)  # as it was rounded
             squares = fma(x, x, squares)
-        scale = 1.0 / np.sqrt(total(squares) / size + norm.eps)
+        scale = 1.0 / np.sqrt(total(squares) / size + eps)
         for d in range(0, size, LANES):
             put(out, (token, d), take(hidden, (token, d), size - d) * scale, size - d)
-            x = take(norm.weight, (d,), size - d) * take(out, (token, d), size - d)
+            x = take(weights, (layer, d), size - d) * take(out, (token, d), size - d)
             put(out, (token, d), x, size - d)
 
 
 @loop
-def turn_rows(heads, turns, q_norm, k_norm, counts, begin, end):
+def turn_rows(heads, turns, norms, layer, counts, begin, end):
     """Norms the heads of a thread's queries and keys, where the model does, and turns them in place."""
-    dim, half = heads.shape[2], heads.shape[2] // 2
+    half = heads.shape[2] // 2
     for token in range(begin, end):
         position = turns.positions[token]
         for head in range(counts[0] + counts[1]):
-            norm = q_norm if head < counts[0] else k_norm
-            if len(norm.weight):
-                norm_head(heads, token, head, norm, dim)
+            if norms.q.shape[1]:
+                norm_head(heads, token, head, norms.q if head < counts[0] else norms.k, layer, norms.eps)
             for d in range(0, half, LANES):
                 first, second = take(heads, (token, head, d), half - d), take(heads, (token, head, half + d), half - d)
                 c, s = take(turns.cos, (position, d), half - d), take(turns.sin, (position, d), half - d)
@@ -256,14 +291,15 @@ def turn_rows(heads, turns, q_norm, k_norm, counts, begin, end):
 
 
 @inlined
-def norm_head(heads, token, head, norm, dim):
+def norm_head(heads, token, head, weights, layer, eps):
     """RMSNorm of one head."""
+    dim = heads.shape[2]
     squares = fill(0.0, load_first(heads, (token, head, 0), 0))
     for d in range(0, dim, LANES):
         x = take(heads, (token, head, d), dim - d)
         squares = fma(x, x, squares)
-    scale = 1.0 / np.sqrt(total(squares) / dim + norm.eps)
+    scale = 1.0 / np.sqrt(total(squares) / dim + eps)
     for d in range(0, dim, LANES):
         put(heads, (token, head, d), take(heads, (token, head, d), dim - d) * scale, dim - d)
-        x = take(norm.weight, (d,), dim - d) * take(heads, (token, head, d), dim - d)
+        x = take(weights, (layer, d), dim - d) * take(heads, (token, head, d), dim - d)
         put(heads, (token, head, d), x, dim - d)

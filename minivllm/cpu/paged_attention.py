@@ -8,7 +8,7 @@ begin with the same blocks, their tokens make units over these blocks first, and
 The reference is `minivllm.model.attention.paged_attention`, which copies the keys and values together first.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -100,23 +100,19 @@ class NumbaAttention:
             self._work[sharing] = work, state
         return self._work[sharing]
 
-    def on_heads(self, layer: int, heads: np.ndarray, out: np.ndarray) -> None:
-        """Stores the new keys and values of a layer, then attends.
-
-        Args:
-            layer: whose cache.
-            heads: queries, keys and values behind each other, `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`.
-            out: `[num_tokens, num_heads, head_dim]`; what belongs to no request stays as it is.
-        """
-        window = self.windows[layer] or 0
-        work, state = self._planned(not window, heads)
-        with one_at_a_time:
-            attention_kernel(out, heads, self.keys[layer], self.values[layer], self.places, work, state, window)
+    def plan(self, heads: np.ndarray) -> tuple[Any, ...]:
+        """What `minivllm.cpu.decoder.all_layers` needs of a pass, for heads like these."""
+        windows = np.array([window or 0 for window in self.windows])
+        plans = (*self._planned(True, heads), *self._planned(not windows.any(), heads))
+        return self.keys, self.values, self.places, plans, windows
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `on_heads`, of tensors; all shapes `[num_tokens, heads, head_dim]`."""
-        out = torch.zeros(q.shape, dtype=q.dtype)
-        self.on_heads(layer, as_numpy(torch.cat((q, k, v), dim=1)), as_numpy(out))
+        """Stores the new keys and values of a layer, then attends; all shapes `[num_tokens, heads, head_dim]`."""
+        out, heads = torch.zeros(q.shape, dtype=q.dtype), as_numpy(torch.cat((q, k, v), dim=1))
+        window = self.windows[layer] or 0
+        where = (self.keys[layer], self.values[layer], self.places, *self._planned(not window, heads), window)
+        with one_at_a_time:
+            attention_kernel(as_numpy(out), heads, *where)
         return out
 
     @classmethod

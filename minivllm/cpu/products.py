@@ -7,6 +7,10 @@ speed of the memory, with many at the speed of the multipliers. In bfloat16 a st
 instruction for it (AVX-512's `vdpbf16ps`) multiplies pairs; where the machine has none, both are widened.
 """
 
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -77,14 +81,14 @@ def tile_of(num_rows: int) -> Any:
     """The kernel for tiles of so many rows."""
 
     @intrinsic
-    def multiply(typing: Any, x: Any, row: Any, packed: Any, block: Any, sums: Any, to: Any) -> Any:
+    def multiply(typing: Any, x: Any, row: Any, packed: Any, layer: Any, block: Any, sums: Any, to: Any) -> Any:
         """Writes rows of x, from `row` on, times a block of a packed matrix to rows of `sums` from `to` on."""
         vector = Vector.of(x)
         step = INT32 if x.dtype == types.uint16 else vector.number
         weights = ir.VectorType(step, LANES)
 
         def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            x_array, first, packed_array, which, sums_array, to_row = arguments
+            x_array, first, packed_array, of_layer, which, sums_array, to_row = arguments
             zero = ir.Constant(INT64, 0)
 
             def entry(array: Any, value: Any, *at: Any) -> Any:
@@ -93,9 +97,9 @@ def tile_of(num_rows: int) -> Any:
 
             rows = [builder.add(first, ir.Constant(INT64, r)) for r in range(num_rows)]
             numbers = [builder.bitcast(entry(x, x_array, r, zero), step.as_pointer()) for r in rows]
-            block_of = builder.bitcast(entry(packed, packed_array, which, zero, zero), weights.as_pointer())
+            block_of = builder.bitcast(entry(packed, packed_array, of_layer, which, zero, zero), weights.as_pointer())
             view = context.make_array(packed)(context, builder, packed_array)
-            num_steps = cgutils.unpack_tuple(builder, view.shape)[1]
+            num_steps = cgutils.unpack_tuple(builder, view.shape)[2]
             nothing = ir.Constant(vector.llvm, [0.0] * LANES)
             totals = [cgutils.alloca_once(builder, vector.llvm) for _ in range(num_rows * VECTORS)]
             for total in totals:
@@ -117,7 +121,7 @@ def tile_of(num_rows: int) -> Any:
                     builder.store(builder.load(totals[r * VECTORS + v]), where, align=4)
             return context.get_dummy_value()
 
-        return types.void(x, types.intp, packed, types.intp, sums, types.intp), build
+        return types.void(x, types.intp, packed, types.intp, types.intp, sums, types.intp), build
 
     return multiply
 
@@ -126,29 +130,47 @@ most_rows, four_rows, two_rows, one_row = (tile_of(count) for count in (ROWS, 4,
 
 
 class Packed(NamedTuple):
-    """A packed matrix and its bias.
+    """The same matrix of all layers, packed.
 
     Attributes:
-        weights: `[num_blocks, steps, WIDTH]`: floats, or pairs of bfloat16 as 32-bit integers. Outputs that the last
-            block has beyond the matrix are 0.
-        bias: `[num_blocks * WIDTH]`, at least float32; 0 where there is none.
+        weights: `[num_layers, num_blocks, steps, WIDTH]`: floats, or pairs of bfloat16 as 32-bit integers. Outputs that
+            the last block has beyond the matrix are 0.
+        bias: `[num_layers, num_blocks * WIDTH]`, at least float32; 0 where there is none.
     """
 
     weights: np.ndarray
     bias: np.ndarray
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
-    """Packs a matrix, `[num_outputs, num_inputs]`, of bfloat16, float32 or float64, with num_inputs even."""
-    num_outputs, num_inputs = weight.shape
-    num_blocks, pair = -(-num_outputs // WIDTH), 2 if weight.dtype == torch.bfloat16 else 1
-    whole = weight.new_zeros(num_blocks * WIDTH, num_inputs)
-    whole[:num_outputs] = weight.detach()
-    steps = whole.view(num_blocks, WIDTH, num_inputs // pair, pair).transpose(1, 2).contiguous()
-    wide = np.zeros(num_blocks * WIDTH, np.float64 if weight.dtype == torch.float64 else np.float32)
-    if bias is not None:
-        wide[:num_outputs] = bias.detach().to(torch.promote_types(bias.dtype, torch.float32)).numpy()
-    return Packed((steps.view(torch.int32) if pair == 2 else steps).squeeze(-1).numpy(), wide)
+def pack(matrices: Sequence[tuple[Tensor, Tensor | None]]) -> Packed:
+    """Packs pairs of a weight, `[num_outputs, num_inputs]`, of bfloat16, float32 or float64, with num_inputs even, and
+    a bias, `[num_outputs]`, or None."""
+    (first, _), num_layers = matrices[0], len(matrices)
+    num_outputs, num_inputs = first.shape
+    num_blocks, pair = -(-num_outputs // WIDTH), 2 if first.dtype == torch.bfloat16 else 1
+    wide = torch.promote_types(first.dtype, torch.float32)
+    number = torch.empty(0, dtype=wide).numpy().dtype
+    stored = np.dtype(np.int32) if pair == 2 else number
+    weights = on_large_pages((num_layers, num_blocks, num_inputs // pair, WIDTH), stored)
+    bias = np.zeros((num_layers, num_blocks * WIDTH), number)
+    for layer, (weight, added) in enumerate(matrices):
+        whole = weight.new_zeros(num_blocks * WIDTH, num_inputs)
+        whole[:num_outputs] = weight.detach()
+        steps = whole.view(num_blocks, WIDTH, num_inputs // pair, pair).transpose(1, 2)
+        torch.from_numpy(weights[layer]).view(first.dtype).view(steps.shape).copy_(steps)
+        if added is not None:
+            bias[layer, :num_outputs] = added.detach().to(wide).numpy()
+    return Packed(weights, bias)
+
+
+def on_large_pages(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised memory, on pages of 2 MiB where the system has them: weights are read from one end to the other,
+    and each new page would cost a look-up."""
+    memory = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
 
 
 @lru_cache
@@ -159,7 +181,7 @@ def shares(count: int, parts: int) -> np.ndarray:
 
 def shares_of(packed: Packed) -> np.ndarray:
     """Where each thread's blocks begin, and the end."""
-    return shares(len(packed.weights), num_threads())
+    return shares(packed.weights.shape[1], num_threads())
 
 
 class PackedLinear(nn.Module):
@@ -167,7 +189,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.packed, self.num_outputs = pack(linear.weight, linear.bias), linear.out_features
+        self.packed, self.num_outputs = pack([(linear.weight, linear.bias)]), linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -179,60 +201,60 @@ class PackedLinear(nn.Module):
 
 @parallel
 def product(x, packed, out, bounds):
-    """x, `[num_tokens, num_inputs]`, times a packed matrix, to `out`, `[num_tokens, num_outputs]`."""
+    """x, `[num_tokens, num_inputs]`, times the only packed matrix, to `out`, `[num_tokens, num_outputs]`."""
     for part in prange(len(bounds) - 1):
         sums = np.empty((ROWS, WIDTH), packed.bias.dtype)
-        multiply_blocks(x, packed, out, bounds[part], bounds[part + 1], sums)
+        multiply_blocks(x, packed, 0, out, bounds[part], bounds[part + 1], sums)
 
 
 @loop
-def multiply_blocks(x, packed, out, begin, end, sums):
+def multiply_blocks(x, packed, layer, out, begin, end, sums):
     """The outputs of blocks begin..end - 1. sums: scratch memory, `[ROWS, WIDTH]`."""
     num_tokens, num_outputs = out.shape
     for block in range(begin, end):
         for row in range(0, num_tokens, ROWS):
             count = min(ROWS, num_tokens - row)
-            multiply_rows(x, row, count, packed.weights, block, sums)
+            multiply_rows(x, row, count, packed.weights, layer, block, sums)
             for i in range(count):
                 for d in range(0, WIDTH, LANES):
                     to = block * WIDTH + d
                     if to < num_outputs:
-                        put(out, (row + i, to), load(sums, (i, d)) + load(packed.bias, (to,)), num_outputs - to)
+                        put(out, (row + i, to), load(sums, (i, d)) + load(packed.bias, (layer, to)), num_outputs - to)
 
 
 @loop
-def multiply_gated(x, gate, up, out, begin, end, sums, up_sums):
+def multiply_gated(x, gate, up, layer, out, begin, end, sums, up_sums):
     """As `multiply_blocks`, for two matrices: SiLU of the first's outputs times the second's."""
     num_tokens, num_outputs = out.shape
     for block in range(begin, end):
         for row in range(0, num_tokens, ROWS):
             count = min(ROWS, num_tokens - row)
-            multiply_rows(x, row, count, gate.weights, block, sums)
-            multiply_rows(x, row, count, up.weights, block, up_sums)
+            multiply_rows(x, row, count, gate.weights, layer, block, sums)
+            multiply_rows(x, row, count, up.weights, layer, block, up_sums)
             for i in range(count):
                 for d in range(0, WIDTH, LANES):
                     to = block * WIDTH + d
                     if to < num_outputs:
                         first, second = load(sums, (i, d)), load(up_sums, (i, d))
-                        both = silu(first + load(gate.bias, (to,))) * (second + load(up.bias, (to,)))
+                        both = silu(first + load(gate.bias, (layer, to))) * (second + load(up.bias, (layer, to)))
                         put(out, (row + i, to), both, num_outputs - to)
 
 
 @inlined
-def multiply_rows(x, row, count, weights, block, sums):
+def multiply_rows(x, row, count, weights, layer, block, sums):
     """Up to `ROWS` rows of x times a block."""
     if count == ROWS:
-        most_rows(x, row, weights, block, sums, 0)
+        most_rows(x, row, weights, layer, block, sums, 0)
     else:
         done = 0
         if count >= 4:
-            four_rows(x, row, weights, block, sums, 0)
+            four_rows(x, row, weights, layer, block, sums, 0)
             done = 4
         if count - done >= 2:
-            two_rows(x, row + done, weights, block, sums, done)
+            two_rows(x, row + done, weights, layer, block, sums, done)
             done += 2
         if count - done:
-            one_row(x, row + done, weights, block, sums, done)
+            one_row(x, row + done, weights, layer, block, sums, done)
 
 
 @inlined

@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minivllm.cpu.decoder import CpuLayer
-from minivllm.cpu.products import product, shares_of
+from minivllm.cpu.decoder import CpuDecoder
+from minivllm.cpu.products import Packed, product, shares_of
 from minivllm.cpu.vectors import as_numpy
 from minivllm.model.attention import Attention, AttentionMetadata, KVCache
 from minivllm.model.decoder import Decoder
@@ -94,37 +95,30 @@ class DecodeStep:
 
     def products(self) -> None:
         """The matrices of all layers alone, on whatever numbers."""
-        for layer in self.model.layers:
-            for matrix in matrices_of(layer):
-                matrix(self.batch, self.model.dtype)
+        for multiply in products_of(self.model, self.batch):
+            multiply()
 
     def head(self) -> None:
         """The last matrix alone."""
         self.model.compute_logits(torch.zeros(self.batch, self.model.config.hidden_size, dtype=self.model.dtype))
 
 
-def matrices_of(layer: nn.Module) -> list[Callable[[int, torch.dtype], None]]:
-    """The matrices of a layer of either decoder, as functions that multiply so many rows by them."""
-    if isinstance(layer, CpuLayer):
-        return [_packed_product(packed) for packed in (layer.qkv, layer.o, layer.gate, layer.up, layer.down)]
-    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-    return [_torch_product(linear) for linear in linears]
+def products_of(model: Decoder, rows: int) -> list[Callable[[], object]]:
+    """The products of all layers of either decoder with so many rows of zeros, each as a function."""
+    if isinstance(model, CpuDecoder):
+        return [
+            partial(_packed_product, Packed(packed.weights[layer : layer + 1], packed.bias), rows, model.dtype)
+            for layer in range(model.config.num_layers)
+            for packed in model.matrices
+        ]
+    linears = [module for module in model.layers.modules() if isinstance(module, nn.Linear)]
+    return [partial(linear, torch.zeros(rows, linear.in_features, dtype=model.dtype)) for linear in linears]
 
 
-def _packed_product(packed: Any) -> Callable[[int, torch.dtype], None]:
-    def multiply(rows: int, dtype: torch.dtype) -> None:
-        pair = 2 if dtype == torch.bfloat16 else 1
-        x = torch.zeros(rows, packed.weights.shape[1] * pair, dtype=dtype)
-        product(as_numpy(x), packed, as_numpy(torch.empty(rows, len(packed.bias), dtype=dtype)), shares_of(packed))
-
-    return multiply
-
-
-def _torch_product(linear: nn.Linear) -> Callable[[int, torch.dtype], None]:
-    def multiply(rows: int, dtype: torch.dtype) -> None:
-        linear(torch.zeros(rows, linear.in_features, dtype=dtype))
-
-    return multiply
+def _packed_product(packed: Packed, rows: int, dtype: torch.dtype) -> None:
+    pair = 2 if dtype == torch.bfloat16 else 1
+    x = torch.zeros(rows, packed.weights.shape[2] * pair, dtype=dtype)
+    product(as_numpy(x), packed, as_numpy(torch.empty(rows, packed.bias.shape[1], dtype=dtype)), shares_of(packed))
 
 
 @torch.inference_mode()
@@ -139,7 +133,8 @@ def profile_step(model: Decoder, backend: type[Attention], batch: int, context: 
             run()
             best[index] = min(best[index], 1000 * (time.perf_counter() - started)) if number else best[index]
     total, *parts = best
-    return StepProfile(batch, context, *parts, max(total - sum(parts), 0.0))
+    products, attention, head = parts
+    return StepProfile(batch, context, products, attention, head, max(total - sum(parts), 0.0))
 
 
 @torch.inference_mode()

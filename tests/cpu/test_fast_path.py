@@ -218,9 +218,9 @@ def test_products_equal_torchs(dtype):
 
 
 def test_what_is_packed_beyond_the_matrix_is_zero():
-    packed = pack(torch.ones(5, 6), torch.ones(5))
-    assert packed.weights.shape == (1, 6, WIDTH) and packed.weights.sum() == 30
-    assert packed.bias.tolist() == [1] * 5 + [0] * (WIDTH - 5)
+    packed = pack([(torch.ones(5, 6), torch.ones(5)), (torch.ones(5, 6), None)])
+    assert packed.weights.shape == (2, 1, 6, WIDTH) and packed.weights.sum() == 60
+    assert packed.bias.tolist() == [[1] * 5 + [0] * (WIDTH - 5), [0] * WIDTH]
 
 
 # --- the decoder ---------------------------------------------------------------------------------------------------
