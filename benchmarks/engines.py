@@ -36,7 +36,7 @@ METHOD = """
 `make bench`: output tokens/s in {dtype}, the median of {rounds} rounds in turns and, in brackets, all of them;
 random ids, greedy, ends ignored. W1: 64 requests at once, prompts of 32 to 256 tokens, outputs of 32 to 128. W2: 32
 prompts of 512 shared and 32 own tokens, 32 out. W3: one request, 128 in, 128 out. Every engine with its defaults but
-for 64 rows and texts of 2,048 tokens. {machine}"""
+for 64 rows (16 slots for llama.cpp, with its KV cache in float16) and texts of 2,048 tokens. {machine}"""
 CHOICES = """The last column holds each engine's tokens for eight requests of W1 against what the float32 model finds
 likeliest after the same tokens: the share that is the same, and the largest difference of logits elsewhere."""
 REST = """
