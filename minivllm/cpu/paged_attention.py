@@ -300,7 +300,7 @@ def _score(queries, from_row, tile_k, weights, row):
 @inlined
 def _weigh(weights, row, begin, end, to_row, results, peaks, totals):
     """The online softmax: a row's scores become weights, and what it has so far shrinks if a higher score came."""
-    peak, zero = peaks[to_row], weights.dtype.type(0.0)
+    peak, seen = peaks[to_row], weights.dtype.type(0.0)
     for j in range(0, TILE_KEYS, LANES):
         scores = load(weights, (row, j))
         if begin > j or end < j + LANES:
@@ -310,11 +310,10 @@ def _weigh(weights, row, begin, end, to_row, results, peaks, totals):
     if peak > peaks[to_row]:
         shrinks = exp(fill(peaks[to_row] - peak, load(weights, (row, 0))))
         peaks[to_row] = peak
-        store(weights, (row, 0), load(weights, (row, 0)))
         totals[to_row] *= highest(shrinks)
         for d in range(0, results.shape[1], LANES):
             store(results, (to_row, d), load(results, (to_row, d)) * shrinks)
-    base, seen = max(peak, np.finfo(weights.dtype).min), zero
+    base = max(peak, np.finfo(weights.dtype).min)
     for j in range(0, TILE_KEYS, LANES):
         weight = exp(load(weights, (row, j)) - base)
         store(weights, (row, j), weight)
