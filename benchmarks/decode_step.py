@@ -34,10 +34,14 @@ def main() -> None:
         LLM("smollm2-135m", dtype=dtype, attention_backend=name, num_kv_blocks=128).model for name in ("torch", "numba")
     )
     print("| batch, context | | products | attention | head | rest | step, ms | tokens/s |\n" + "|---" * 8 + "|")
+    changes = (
+        ("plain torch", plain, PagedAttention),
+        ("blocks in place", plain, NumbaAttention),
+        ("compiled layers", fast, NumbaAttention),
+    )
     for batch, context in CASES:
-        print(row("plain torch", profile_step(plain, PagedAttention, batch, context)))
-        print(row("blocks in place", profile_step(plain, NumbaAttention, batch, context)))
-        print(row("compiled layers", profile_step(fast, NumbaAttention, batch, context)), flush=True)
+        for name, model, backend in changes:
+            print(row(name, profile_step(model, backend, batch, context, repeats=5)), flush=True)
 
 
 if __name__ == "__main__":

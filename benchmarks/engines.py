@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llvmlite import binding
 
+from benchmarks.results import RESULTS, replace_block
 from benchmarks.workloads import NAMES, make
 from minivllm import LLM
+from minivllm.cpu.compiled import features
 from minivllm.model.attention import KVCache, PagedAttention
 from minivllm.model.hub import resolve_model
 from minivllm.model.inputs import PassRow, pack_rows
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).with_name("RESULTS.md")
-TITLE = "## Beside other engines on a CPU"
-OURS = "minivllm"
+OWNER, OURS = "bench", "minivllm"
 METHOD = """
 `make bench`: output tokens/s in {dtype}, the median of {rounds} rounds in turns and, in brackets, all of them;
 random ids, greedy, ends ignored. W1: 64 requests at once, prompts of 32 to 256 tokens, outputs of 32 to 128. W2: 32
@@ -103,7 +104,7 @@ def report(lines: dict[str, list[list[dict[str, Any]]]], agreements: dict[str, t
     medians = {engine: [statistics.median(values) for values in columns] for engine, columns in rates.items()}
     peers = [row for engine, row in medians.items() if engine != OURS]
     text = [
-        TITLE + f" ({date.today()})",
+        f"## Beside other engines on a CPU ({date.today()})",
         "",
         wrapped(METHOD.format(dtype=dtype, rounds=len(lines[OURS]), machine=machine())),
         "",
@@ -127,7 +128,7 @@ def report(lines: dict[str, list[list[dict[str, Any]]]], agreements: dict[str, t
         "memory": max(line["peak_rss_gib"] for line in first),
         "outside": statistics.median(outside),
     }
-    text += ["", wrapped(CHOICES), "", wrapped(REST.format(**figures)), ""]
+    text += ["", wrapped(CHOICES), "", wrapped(REST.format(**figures))]
     return "\n".join(text)
 
 
@@ -138,25 +139,12 @@ def wrapped(text: str) -> str:
 
 def machine() -> str:
     """What was measured on."""
-    cpu = "unknown processor"
-    with open("/proc/cpuinfo") as file:
-        found = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines() if ":" in line)
-        found = {name.strip(): value.strip() for name, value in found.items()}
-    cpu = found.get("model name", cpu)
-    units = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in found.get("flags", "").split()]
+    units = ", ".join(name for name in ("amx-bf16", "avx512bf16", "avx512f", "avx2") if name in features())
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "numba", "transformers"))
     return (
-        f"{os.cpu_count()} cores of {cpu} ({', '.join(units)}), a shared virtual machine; Python "
-        f"{platform.python_version()}, {versions}, {torch.get_num_threads()} threads."
+        f"{os.cpu_count()} cores of the kind {binding.get_host_cpu_name()} ({units or platform.machine()}), maybe "
+        f"virtual ones; Python {platform.python_version()}, {versions}, {torch.get_num_threads()} threads."
     )
-
-
-def write(section: str) -> None:
-    """Puts the section in place of the last one."""
-    text = RESULTS.read_text()
-    before, _, rest = text.partition(TITLE)
-    after = rest[rest.index("\n## ") + 1 :] if "\n## " in rest else ""
-    RESULTS.write_text(f"{before.rstrip()}\n\n{section}\n{after}".rstrip() + "\n")
 
 
 def main() -> None:
@@ -190,7 +178,7 @@ def main() -> None:
     section = report(lines, {name: agreement(judge, tokens) for name, tokens in outputs.items()}, args.dtype)
     print("\n" + section)
     if not args.dry:
-        write(section)
+        RESULTS.write_text(replace_block(RESULTS.read_text(), OWNER, section))
 
 
 if __name__ == "__main__":

@@ -11,17 +11,17 @@ import datetime
 import importlib.util
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.gpu_report import markdown, replace_block
+from benchmarks.gpu_report import markdown
+from benchmarks.results import RESULTS, replace_block
 
 if TYPE_CHECKING:  # what needs Triton is imported only where there is a card
     from benchmarks.gpu_timing import Bench
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
+OWNER = "bench-gpu"
 PARTS = ("decode", "prefill", "write", "engine")
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, parts: tuple[str, ...]) -> int:
 
     if options.write:
         try:
-            replace_block(RESULTS.read_text(), "")  # what fails is to fail now, not after five minutes
+            replace_block(RESULTS.read_text(), OWNER, "")  # what fails is to fail now, not after five minutes
         except ValueError as error:
             print(f"Stopped: {error}.", file=sys.stderr)
             return 1
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, parts: tuple[str, ...]) -> int:
     print(f"{time.perf_counter() - started:.0f} s in all")
     if options.write:
         block = markdown(sections, name, options.dtype, bench.rounds, datetime.date.today())
-        RESULTS.write_text(replace_block(RESULTS.read_text(), block))
+        RESULTS.write_text(replace_block(RESULTS.read_text(), OWNER, block))
     return 0
 
 

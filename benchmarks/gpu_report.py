@@ -7,8 +7,6 @@ from importlib.metadata import version
 
 import torch
 
-BEGIN, END = "<!-- bench-gpu: begin -->", "<!-- bench-gpu: end -->"
-
 
 @dataclass(frozen=True)
 class Section:
@@ -63,21 +61,3 @@ def markdown(sections: list[Section], device: str, dtype: str, rounds: int, toda
     method = f"medians of {rounds} rounds in turns; kernels are replayed as a CUDA graph, without the host's time"
     head = f"## On a card ({today})\n\n`make bench-gpu`: {device}; {versions}; {dtype}; random numbers; {method}."
     return "\n\n".join([head, *(section.as_markdown() for section in sections)])
-
-
-def replace_block(text: str, block: str) -> str:
-    """A file's text with a new block between the markers; the rest is as it was. Without markers it goes to the end.
-
-    Raises:
-        ValueError: markers that are not one pair.
-    """
-    marked = f"{BEGIN}\n{block}\n{END}"
-    if BEGIN not in text and END not in text:
-        return f"{text.rstrip()}\n\n{marked}\n"
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or not end:
-        raise ValueError(
-            f"the file of figures must have {BEGIN} once and {END} once behind it: mend it, or delete both"
-        )
-    return before + marked + after

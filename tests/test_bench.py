@@ -1,10 +1,9 @@
 """`make bench`: the workloads are what they say, and what was measured is written down as it was."""
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks import engines, workloads
+from benchmarks.results import markers, replace_block
 
 
 def test_the_workloads_are_those_of_every_engine():
@@ -48,17 +47,21 @@ def test_medians_and_ratios_are_those_of_the_rounds():
     assert "best peer" not in alone
 
 
-def test_a_new_section_takes_the_old_ones_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engines, "RESULTS", tmp_path / "RESULTS.md")
-    engines.RESULTS.write_text(
-        f"# Figures\n\n## First\n\nkept\n\n{engines.TITLE} (2020)\n\nold\n\n## Last\n\nkept too\n"
-    )
-    engines.write(f"{engines.TITLE} (2026)\n\nnew\n")
-    text = engines.RESULTS.read_text()
-    assert text == f"# Figures\n\n## First\n\nkept\n\n{engines.TITLE} (2026)\n\nnew\n\n## Last\n\nkept too\n"
-    engines.RESULTS.write_text("# Figures\n")
-    engines.write(f"{engines.TITLE} (2026)\n\nnew\n")
-    assert engines.RESULTS.read_text() == f"# Figures\n\n{engines.TITLE} (2026)\n\nnew\n"
+BEGIN, END = markers("bench")
+
+
+def test_a_new_block_replaces_the_old_one_and_nothing_else():
+    before, after = "# Figures\n\nText.\n", "\n## More\n\nText.\n"
+    first = replace_block(before, "bench", "one")
+    assert first == f"# Figures\n\nText.\n\n{BEGIN}\none\n{END}\n"
+    both = replace_block(first, "bench-gpu", "card") + after
+    assert replace_block(both, "bench", "two") == both.replace("one", "two")
+
+
+@pytest.mark.parametrize("text", [BEGIN, END, f"{END}\n{BEGIN}", f"{BEGIN}{END}{END}", f"{BEGIN}{END}{BEGIN}{END}"])
+def test_broken_markers_are_refused(text):
+    with pytest.raises(ValueError, match="mend it, or delete both"):
+        replace_block(text, "bench", "block")
 
 
 @pytest.mark.real_model

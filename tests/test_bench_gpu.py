@@ -19,11 +19,13 @@ pytest.importorskip("triton")
 
 from benchmarks import gpu, gpu_engine, gpu_kernels, gpu_sections
 from benchmarks.gpu_kernels import HeadShape, causal_flops, decode_bytes, layers_beyond, write_bytes
-from benchmarks.gpu_report import BEGIN, END, Section, markdown, replace_block, verdict
+from benchmarks.gpu_report import Section, markdown, verdict
 from benchmarks.gpu_sections import FULL, PARTS, QUICK, Sizes, measure
 from benchmarks.gpu_timing import Bench, Measured, WrongResult, graph_timer, wall_timer
+from benchmarks.results import markers
 
 ROOT = Path(__file__).parents[1]
+BEGIN, END = markers(gpu.OWNER)
 SMALL = HeadShape("small", 6, 2, 16)
 CONFIG = gpu_engine.LlamaConfig(
     vocab_size=97,
@@ -269,19 +271,6 @@ def test_the_block_says_when_where_and_how():
         f"## On a card (2026-12-01)\n\n`make bench-gpu`: Some card; torch {torch.__version__}, triton "
     )
     assert "; bfloat16; " in text and "medians of 3 rounds" in text and text.endswith("\n\n### Title\n\nA note.")
-
-
-def test_a_new_block_replaces_the_old_one_and_nothing_else():
-    before, after = "# Figures\n\nText.\n", "\n## More\n\nText.\n"
-    first = replace_block(before, "one")
-    assert first == f"# Figures\n\nText.\n\n{BEGIN}\none\n{END}\n"
-    assert replace_block(first + after, "two") == first.replace("one", "two") + after
-
-
-@pytest.mark.parametrize("text", [BEGIN, END, f"{END}\n{BEGIN}", f"{BEGIN}{END}{END}", f"{BEGIN}{END}{BEGIN}{END}"])
-def test_broken_markers_are_refused(text):
-    with pytest.raises(ValueError, match="mend it, or delete both"):
-        replace_block(text, "block")
 
 
 def test_a_full_run_is_written_and_a_wrong_one_is_not(tmp_path, monkeypatch, capsys):

@@ -15,19 +15,10 @@ from numba import prange
 from torch import Tensor, nn
 
 from minivllm.cpu.compiled import inlined, loop, num_threads, one_at_a_time, parallel
+from minivllm.cpu.llvm import LANES
 from minivllm.cpu.paged_attention import NumbaAttention, attention_kernel
-from minivllm.cpu.products import (
-    ROWS,
-    WIDTH,
-    Packed,
-    PackedLinear,
-    multiply_blocks,
-    multiply_gated,
-    pack,
-    shares,
-    shares_of,
-)
-from minivllm.cpu.vectors import LANES, as_numpy, as_tensor, fill, fma, load_first, put, take, total
+from minivllm.cpu.products import Packed, PackedLinear, gated_product, pack, product, shares, shares_of
+from minivllm.cpu.vectors import as_numpy, as_tensor, fill, fma, load_first, put, take, total
 from minivllm.model.architecture import ModelConfig
 from minivllm.model.decoder import Attend, Decoder, RMSNorm
 
@@ -215,14 +206,13 @@ def into_heads(stream, qkv, norms, counts, turns, blocks, rows, layer):
     hidden, delta, normed, heads, _, _ = stream
     add_and_norm(hidden, delta, norms.first, layer, norms.eps, normed, rows)
     flat = heads.reshape(heads.shape[0], heads.shape[1] * heads.shape[2])
-    for part in prange(len(blocks) - 1):
-        sums = np.empty((ROWS, WIDTH), qkv.bias.dtype)
-        multiply_blocks(normed, qkv, layer, flat, blocks[part], blocks[part + 1], sums)
+    product(normed, qkv, layer, flat, blocks)
+    single = heads.reshape(heads.shape[0] * heads.shape[1], heads.shape[2])
     if len(rows) == 2:
-        turn_rows(heads, turns, norms, layer, counts, rows[0], rows[1])
+        turn_rows(single, turns, norms, layer, counts, rows[0], rows[1])
     else:
         for part in prange(len(rows) - 1):
-            turn_rows(heads, turns, norms, layer, counts, rows[part], rows[part + 1])
+            turn_rows(single, turns, norms, layer, counts, rows[part], rows[part + 1])
 
 
 @parallel
@@ -234,16 +224,10 @@ def out_of_heads(stream, o, gate, up, down, o_blocks, gate_blocks, down_blocks, 
     """
     hidden, delta, normed, _, attended, gated = stream
     flat = attended.reshape(attended.shape[0], attended.shape[1] * attended.shape[2])
-    for part in prange(len(o_blocks) - 1):
-        sums = np.empty((ROWS, WIDTH), o.bias.dtype)
-        multiply_blocks(flat, o, layer, delta, o_blocks[part], o_blocks[part + 1], sums)
+    product(flat, o, layer, delta, o_blocks)
     add_and_norm(hidden, delta, norms.second, layer, norms.eps, normed, rows)
-    for part in prange(len(gate_blocks) - 1):
-        sums, up_sums = np.empty((ROWS, WIDTH), o.bias.dtype), np.empty((ROWS, WIDTH), o.bias.dtype)
-        multiply_gated(normed, gate, up, layer, gated, gate_blocks[part], gate_blocks[part + 1], sums, up_sums)
-    for part in prange(len(down_blocks) - 1):
-        sums = np.empty((ROWS, WIDTH), o.bias.dtype)
-        multiply_blocks(gated, down, layer, delta, down_blocks[part], down_blocks[part + 1], sums)
+    gated_product(normed, gate, up, layer, gated, gate_blocks)
+    product(gated, down, layer, delta, down_blocks)
 
 
 @parallel
@@ -261,45 +245,41 @@ def norm_rows(hidden, delta, weights, layer, eps, out, begin, end):
     """`add_and_norm` of a thread's tokens."""
     size = hidden.shape[1]
     for token in range(begin, end):
-        squares = fill(0.0, load_first(hidden, (token, 0), 0))
         for d in range(0, size, LANES):
             x = take(hidden, (token, d), size - d) + take(delta, (token, d), size - d)
             put(hidden, (token, d), x, size - d)
-            x = take(hidden, (token, d), size - d)  # as it was rounded
-            squares = fma(x, x, squares)
-        scale = 1.0 / np.sqrt(total(squares) / size + eps)
-        for d in range(0, size, LANES):
-            put(out, (token, d), take(hidden, (token, d), size - d) * scale, size - d)
-            x = take(weights, (layer, d), size - d) * take(out, (token, d), size - d)
-            put(out, (token, d), x, size - d)
+        norm_row(hidden, token, weights, layer, eps, out)
 
 
 @loop
 def turn_rows(heads, turns, norms, layer, counts, begin, end):
-    """Norms the heads of a thread's queries and keys, where the model does, and turns them in place."""
-    half = heads.shape[2] // 2
+    """Norms the heads of a thread's queries and keys, where the model does, and turns them in place.
+
+    heads: `[num_tokens * (num_heads + 2 * num_kv_heads), head_dim]`.
+    """
+    half, num_turned, num_heads = heads.shape[1] // 2, counts[0] + counts[1], counts[0] + 2 * counts[1]
     for token in range(begin, end):
         position = turns.positions[token]
-        for head in range(counts[0] + counts[1]):
+        for index in range(num_turned):
+            head = token * num_heads + index
             if norms.q.shape[1]:
-                norm_head(heads, token, head, norms.q if head < counts[0] else norms.k, layer, norms.eps)
+                norm_row(heads, head, norms.q if index < counts[0] else norms.k, layer, norms.eps, heads)
             for d in range(0, half, LANES):
-                first, second = take(heads, (token, head, d), half - d), take(heads, (token, head, half + d), half - d)
+                first, second = take(heads, (head, d), half - d), take(heads, (head, half + d), half - d)
                 c, s = take(turns.cos, (position, d), half - d), take(turns.sin, (position, d), half - d)
-                put(heads, (token, head, d), first * c - second * s, half - d)
-                put(heads, (token, head, half + d), second * c + first * s, half - d)
+                put(heads, (head, d), first * c - second * s, half - d)
+                put(heads, (head, half + d), second * c + first * s, half - d)
 
 
 @inlined
-def norm_head(heads, token, head, weights, layer, eps):
-    """RMSNorm of one head."""
-    dim = heads.shape[2]
-    squares = fill(0.0, load_first(heads, (token, head, 0), 0))
-    for d in range(0, dim, LANES):
-        x = take(heads, (token, head, d), dim - d)
-        squares = fma(x, x, squares)
-    scale = 1.0 / np.sqrt(total(squares) / dim + eps)
-    for d in range(0, dim, LANES):
-        put(heads, (token, head, d), take(heads, (token, head, d), dim - d) * scale, dim - d)
-        x = take(weights, (layer, d), dim - d) * take(heads, (token, head, d), dim - d)
-        put(heads, (token, head, d), x, dim - d)
+def norm_row(x, row, weights, layer, eps, out):
+    """RMSNorm of a row: rounded to the type of x before it is multiplied by the weights, as the reference does."""
+    size = x.shape[1]
+    squares = fill(0.0, load_first(x, (row, 0), 0))
+    for d in range(0, size, LANES):
+        numbers = take(x, (row, d), size - d)
+        squares = fma(numbers, numbers, squares)
+    scale = 1.0 / np.sqrt(total(squares) / size + eps)
+    for d in range(0, size, LANES):
+        put(out, (row, d), take(x, (row, d), size - d) * scale, size - d)
+        put(out, (row, d), take(weights, (layer, d), size - d) * take(out, (row, d), size - d), size - d)

@@ -17,8 +17,8 @@ from numba import prange
 from torch import Tensor
 
 from minivllm.cpu.compiled import inlined, loop, num_threads, one_at_a_time, parallel
+from minivllm.cpu.llvm import LANES
 from minivllm.cpu.vectors import (
-    LANES,
     as_numpy,
     exp,
     fill,

@@ -22,22 +22,8 @@ from numba.core import cgutils
 from torch import Tensor, nn
 
 from minivllm.cpu.compiled import features, inlined, intrinsic, loop, num_threads, one_at_a_time, parallel
-from minivllm.cpu.vectors import (
-    INT32,
-    INT64,
-    LANES,
-    Vector,
-    address,
-    as_numpy,
-    call,
-    exp,
-    fill,
-    lanes,
-    load,
-    put,
-    spread,
-    where_less,
-)
+from minivllm.cpu.llvm import INT32, INT64, LANES, Vector, address, call, halves, lane_by_lane, spread
+from minivllm.cpu.vectors import as_numpy, exp, fill, load, put, where_less
 
 PAIRS = {"avx512f", "avx512bf16"} <= features()  # whether it multiplies pairs of bfloat16
 # Rows of a tile, and vectors side by side: as many sums as registers hold beside what they are made of.
@@ -60,20 +46,15 @@ class BFloat(ir.Type):
 
 def add_products(builder: Any, x: Any, weights: Any, total: Any) -> Any:
     """One step for one row: a vector of sums, plus one activation (or a pair of them) times a vector of weights."""
+    spread_x = spread(builder, x)
     if x.type != INT32:
-        name = f"llvm.fma.v{LANES}f{64 if x.type == ir.DoubleType() else 32}"
-        return call(builder, name, total.type, spread(builder, x), weights, total)
-    both = spread(builder, x)
+        return lane_by_lane(builder, "fma", spread_x, weights, total)
     if PAIRS:
         kind = ir.VectorType(BFloat(), 2 * LANES)
-        pairs = (builder.bitcast(each, kind) for each in (both, weights))
+        pairs = (builder.bitcast(each, kind) for each in (spread_x, weights))
         return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, *pairs)
-    for widen in (
-        lambda pair: builder.shl(pair, lanes(INT32, [16] * LANES)),
-        lambda pair: builder.and_(pair, lanes(INT32, [0xFFFF0000] * LANES)),
-    ):
-        factors = (builder.bitcast(widen(each), total.type) for each in (both, weights))
-        total = call(builder, f"llvm.fma.v{LANES}f32", total.type, *factors, total)
+    for factors in zip(*(halves(builder, each, total.type) for each in (spread_x, weights)), strict=True):
+        total = lane_by_lane(builder, "fma", *factors, total)
     return total
 
 
@@ -195,16 +176,25 @@ class PackedLinear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         out = x.new_empty(len(rows), self.num_outputs)
         with one_at_a_time:
-            product(as_numpy(rows), self.packed, as_numpy(out), shares_of(self.packed))
+            product(as_numpy(rows), self.packed, 0, as_numpy(out), shares_of(self.packed))
         return out.view(*x.shape[:-1], -1)
 
 
 @parallel
-def product(x, packed, out, bounds):
-    """x, `[num_tokens, num_inputs]`, times the only packed matrix, to `out`, `[num_tokens, num_outputs]`."""
+def product(x, packed, layer, out, bounds):
+    """x, `[num_tokens, num_inputs]`, times a layer's matrix, to `out`, `[num_tokens, num_outputs]`. bounds: where each
+    thread's blocks begin, and the end."""
     for part in prange(len(bounds) - 1):
         sums = np.empty((ROWS, WIDTH), packed.bias.dtype)
-        multiply_blocks(x, packed, 0, out, bounds[part], bounds[part + 1], sums)
+        multiply_blocks(x, packed, layer, out, bounds[part], bounds[part + 1], sums)
+
+
+@parallel
+def gated_product(x, gate, up, layer, out, bounds):
+    """SiLU of x times a layer's first matrix, times x times the second."""
+    for part in prange(len(bounds) - 1):
+        sums, up_sums = np.empty((ROWS, WIDTH), gate.bias.dtype), np.empty((ROWS, WIDTH), gate.bias.dtype)
+        multiply_gated(x, gate, up, layer, out, bounds[part], bounds[part + 1], sums, up_sums)
 
 
 @loop

@@ -2,9 +2,9 @@
 
 Numba writes loops over single numbers and leaves it to LLVM to make vector instructions of them; whether that succeeds
 hangs on details. With these functions it is written down: a `Vector` is 16 numbers in registers, float64 where the
-array it comes from is, else float32. LLVM makes of it whatever the machine has: one AVX-512 register, two of AVX2, four
-of NEON. All functions are for compiled code only. An index is a tuple with a number for each axis; the last axis of
-every array must be contiguous, and nothing is checked, so that an index out of range reads or writes foreign memory.
+array it comes from is, else float32. All functions are for compiled code only. An index is a tuple with a number for
+each axis; the last axis of every array must be contiguous, and nothing is checked, so that an index out of range reads
+or writes foreign memory.
 """
 
 import operator
@@ -14,13 +14,30 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import models, register_model
 from torch import Tensor
 
 from minivllm.cpu.compiled import inlined, intrinsic, overload
-
-LANES = 16
-BYTE, INT32, INT64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+from minivllm.cpu.llvm import (
+    BYTE,
+    INT32,
+    LANES,
+    Vector,
+    address,
+    below,
+    call,
+    everywhere,
+    first_lanes,
+    halves,
+    lane_by_lane,
+    lanes,
+    narrowed,
+    rounded,
+    size_of,
+    spread,
+    suffix,
+    vector_at,
+    widened,
+)
 
 
 def as_numpy(x: Tensor) -> Any:
@@ -33,106 +50,6 @@ def as_tensor(x: Any, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(x).view(dtype)
 
 
-class Vector(types.Type):
-    """The type of 16 numbers, as Numba sees it."""
-
-    def __init__(self, dtype: types.Float) -> None:
-        self.dtype = dtype
-        super().__init__(name=f"Vector({dtype})")
-
-    @classmethod
-    def of(cls, array: types.Array) -> "Vector":
-        """The vectors that an array's numbers become."""
-        return cls(types.float64 if array.dtype == types.float64 else types.float32)
-
-    @property
-    def number(self) -> ir.Type:
-        """A lane, as LLVM sees it."""
-        return ir.DoubleType() if self.dtype == types.float64 else ir.FloatType()
-
-    @property
-    def llvm(self) -> ir.VectorType:
-        return ir.VectorType(self.number, LANES)
-
-    @property
-    def suffix(self) -> str:
-        """How the names of LLVM's functions on it end."""
-        return f"v{LANES}f{self.dtype.bitwidth}"
-
-
-@register_model(Vector)
-class VectorModel(models.PrimitiveModel):
-    """Numba keeps a `Vector` in a vector register."""
-
-    def __init__(self, manager: Any, vector: Vector) -> None:
-        super().__init__(manager, vector, vector.llvm)
-
-
-# --- how LLVM is told ------------------------------------------------------------------------------------------------
-
-
-def spread(builder: Any, number: Any) -> Any:
-    """One number in all lanes."""
-    kind = ir.VectorType(number.type, LANES)
-    nothing = ir.Constant(kind, ir.Undefined)
-    first = builder.insert_element(nothing, number, ir.Constant(INT32, 0))
-    return builder.shuffle_vector(first, nothing, lanes(INT32, [0] * LANES))
-
-
-def lanes(number: ir.Type, values: list[int]) -> ir.Constant:
-    """A constant vector."""
-    return ir.Constant(ir.VectorType(number, LANES), values)
-
-
-def address(context: Any, builder: Any, array: types.Array, value: Any, index: Any, at: Any) -> Any:
-    """Where an entry of an array lies."""
-    view = context.make_array(array)(context, builder, value)
-    where = zip(index, cgutils.unpack_tuple(builder, at, len(index)), strict=True)
-    whole = [context.cast(builder, each, kind, types.intp) for kind, each in where]
-    return cgutils.get_item_pointer(context, builder, array, view, whole)
-
-
-def widened(builder: Any, stored: Any, vector: Vector) -> Any:
-    """16 stored numbers as floats."""
-    if isinstance(stored.type.element, ir.IntType):
-        whole = builder.zext(stored, ir.VectorType(INT32, LANES))
-        return builder.bitcast(builder.shl(whole, lanes(INT32, [16] * LANES)), vector.llvm)
-    return stored
-
-
-def rounded(builder: Any, x: Any) -> Any:
-    """The bits of floats whose upper half is the nearest bfloat16, ties to even."""
-    bits = builder.bitcast(x, ir.VectorType(INT32, LANES))
-    last = builder.and_(builder.lshr(bits, lanes(INT32, [16] * LANES)), lanes(INT32, [1] * LANES))
-    nearest = builder.add(builder.add(bits, lanes(INT32, [0x7FFF] * LANES)), last)
-    return builder.select(builder.fcmp_unordered("uno", x, x), lanes(INT32, [0x7FC00000] * LANES), nearest)
-
-
-def narrowed(builder: Any, x: Any, stored: ir.VectorType) -> Any:
-    """16 floats as they are stored."""
-    if not isinstance(stored.element, ir.IntType):
-        return x
-    return builder.trunc(builder.lshr(rounded(builder, x), lanes(INT32, [16] * LANES)), stored)
-
-
-def first_lanes(builder: Any, count: Any) -> Any:
-    """Which lanes are among the first `count`."""
-    return builder.icmp_signed("<", lanes(INT64, list(range(LANES))), spread(builder, count))
-
-
-def below(builder: Any, at: Any, rows: int) -> Any:
-    """An index, `rows` further along the last axis but one."""
-    row = builder.extract_value(at, len(at.type) - 2)
-    return builder.insert_value(at, builder.add(row, ir.Constant(row.type, rows)), len(at.type) - 2)
-
-
-def call(builder: Any, name: str, result: ir.Type, *operands: Any) -> Any:
-    """Calls a function of LLVM's."""
-    kind = ir.FunctionType(result, [operand.type for operand in operands])
-    function = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(function, operands)
-
-
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -142,10 +59,9 @@ def load(typing: Any, array: Any, index: Any) -> Any:
     vector = Vector.of(array)
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, array, arguments[0], index, arguments[1])
-        stored = ir.VectorType(context.get_data_type(array.dtype), LANES)
-        found = builder.load(builder.bitcast(pointer, stored.as_pointer()), align=array.dtype.bitwidth // 8)
-        return widened(builder, found, vector)
+        memory, at = arguments
+        where = vector_at(context, builder, array, memory, index, at)
+        return widened(builder, builder.load(where, align=size_of(array)), vector.llvm)
 
     return vector(array, index), build
 
@@ -156,12 +72,12 @@ def load_first(typing: Any, array: Any, index: Any, count: Any) -> Any:
     vector = Vector.of(array)
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, array, arguments[0], index, arguments[1])
-        stored = ir.VectorType(context.get_data_type(array.dtype), LANES)
-        where, aligned = builder.bitcast(pointer, stored.as_pointer()), ir.Constant(INT32, array.dtype.bitwidth // 8)
-        name = f"llvm.masked.load.v{LANES}{'i' if array.dtype == types.uint16 else 'f'}{array.dtype.bitwidth}.p0"
-        asked, nothing = first_lanes(builder, arguments[2]), ir.Constant(stored, [0] * LANES)
-        return widened(builder, call(builder, name, stored, where, aligned, asked, nothing), vector)
+        memory, at, how_many = arguments
+        where = vector_at(context, builder, array, memory, index, at)
+        kind, aligned = where.type.pointee, ir.Constant(INT32, size_of(array))
+        asked, nothing = first_lanes(builder, how_many), ir.Constant(kind, [0] * LANES)
+        found = call(builder, f"llvm.masked.load.{suffix(kind)}.p0", kind, where, aligned, asked, nothing)
+        return widened(builder, found, vector.llvm)
 
     return vector(array, index, types.intp), build
 
@@ -173,19 +89,24 @@ def load_pair(typing: Any, array: Any, index: Any) -> Any:
     vector = Vector.of(array)
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer, size = address(context, builder, array, arguments[0], index, arguments[1]), array.dtype.bitwidth // 8
+        memory, at = arguments
+        first, second = pair_at(context, builder, array, memory, index, at)
+        pair = [builder.load(first, align=size_of(array))]
         if array.dtype == types.uint16:
-            kind = ir.VectorType(INT32, LANES)
-            both = builder.load(builder.bitcast(pointer, kind.as_pointer()), align=size)
-            even = builder.shl(both, lanes(INT32, [16] * LANES))
-            odd = builder.and_(both, lanes(INT32, [0xFFFF0000] * LANES))
-            pair = [builder.bitcast(half, vector.llvm) for half in (even, odd)]
+            pair = halves(builder, pair[0], vector.llvm)
         else:
-            where = builder.bitcast(pointer, vector.llvm.as_pointer())
-            pair = [builder.load(builder.gep(where, [ir.Constant(INT32, k)]), align=size) for k in range(2)]
+            pair.append(builder.load(second, align=size_of(array)))
         return cgutils.pack_array(builder, pair)
 
     return types.UniTuple(vector, 2)(array, index), build
+
+
+def pair_at(context: Any, builder: Any, array: Any, memory: Any, index: Any, at: Any) -> tuple[Any, Any]:
+    """Where the 16 numbers from an index on lie and where the next 16 do, or for bfloat16 16 pairs and the next 16."""
+    number = INT32 if array.dtype == types.uint16 else Vector.of(array).number
+    kind = ir.VectorType(number, LANES).as_pointer()
+    first = builder.bitcast(address(context, builder, array, memory, index, at), kind)
+    return first, builder.gep(first, [ir.Constant(INT32, 1)])
 
 
 @intrinsic
@@ -193,17 +114,16 @@ def store_pair(typing: Any, array: Any, index: Any, x: Any) -> Any:
     """Writes two vectors where `load_pair` reads them."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer, size = address(context, builder, array, arguments[0], index, arguments[1]), array.dtype.bitwidth // 8
-        pair = cgutils.unpack_tuple(builder, arguments[2], 2)
+        memory, at, vectors = arguments
+        first, second = pair_at(context, builder, array, memory, index, at)
+        pair = cgutils.unpack_tuple(builder, vectors, 2)
         if array.dtype == types.uint16:
             even, odd = (rounded(builder, half) for half in pair)
-            even = builder.lshr(even, lanes(INT32, [16] * LANES))
-            both = builder.or_(even, builder.and_(odd, lanes(INT32, [0xFFFF0000] * LANES)))
-            builder.store(both, builder.bitcast(pointer, both.type.as_pointer()), align=size)
+            upper = builder.and_(odd, everywhere(0xFFFF0000))
+            builder.store(builder.or_(builder.lshr(even, everywhere(16)), upper), first, align=size_of(array))
         else:
-            where = builder.bitcast(pointer, pair[0].type.as_pointer())
-            for k in range(2):
-                builder.store(pair[k], builder.gep(where, [ir.Constant(INT32, k)]), align=size)
+            builder.store(pair[0], first, align=size_of(array))
+            builder.store(pair[1], second, align=size_of(array))
         return context.get_dummy_value()
 
     return types.void(array, index, x), build
@@ -214,10 +134,9 @@ def store(typing: Any, array: Any, index: Any, x: Any) -> Any:
     """Writes 16 numbers from an index on."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, array, arguments[0], index, arguments[1])
-        stored = ir.VectorType(context.get_data_type(array.dtype), LANES)
-        x = narrowed(builder, arguments[2], stored)
-        builder.store(x, builder.bitcast(pointer, stored.as_pointer()), align=array.dtype.bitwidth // 8)
+        memory, at, vector = arguments
+        where = vector_at(context, builder, array, memory, index, at)
+        builder.store(narrowed(builder, vector, where.type.pointee), where, align=size_of(array))
         return context.get_dummy_value()
 
     return types.void(array, index, x), build
@@ -228,15 +147,29 @@ def store_first(typing: Any, array: Any, index: Any, x: Any, count: Any) -> Any:
     """Writes the first `count` of 16 numbers from an index on."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, array, arguments[0], index, arguments[1])
-        stored = ir.VectorType(context.get_data_type(array.dtype), LANES)
-        where, aligned = builder.bitcast(pointer, stored.as_pointer()), ir.Constant(INT32, array.dtype.bitwidth // 8)
-        name = f"llvm.masked.store.v{LANES}{'i' if array.dtype == types.uint16 else 'f'}{array.dtype.bitwidth}.p0"
-        numbers = narrowed(builder, arguments[2], stored)
-        call(builder, name, ir.VoidType(), numbers, where, aligned, first_lanes(builder, arguments[3]))
+        memory, at, vector, how_many = arguments
+        where = vector_at(context, builder, array, memory, index, at)
+        kind, aligned = where.type.pointee, ir.Constant(INT32, size_of(array))
+        numbers, asked = narrowed(builder, vector, kind), first_lanes(builder, how_many)
+        call(builder, f"llvm.masked.store.{suffix(kind)}.p0", ir.VoidType(), numbers, where, aligned, asked)
         return context.get_dummy_value()
 
     return types.void(array, index, x, types.intp), build
+
+
+@inlined
+def take(array, index, left):
+    """As `load`, where only `left` numbers remain; 0 behind them."""
+    return load(array, index) if left >= LANES else load_first(array, index, left)
+
+
+@inlined
+def put(array, index, x, left):
+    """As `store`, where only `left` numbers remain."""
+    if left >= LANES:
+        store(array, index, x)
+    else:
+        store_first(array, index, x, left)
 
 
 @intrinsic
@@ -245,9 +178,53 @@ def repeat(typing: Any, array: Any, index: Any) -> Any:
     vector = Vector.of(array)
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return spread(builder, builder.load(address(context, builder, array, arguments[0], index, arguments[1])))
+        memory, at = arguments
+        return spread(builder, builder.load(address(context, builder, array, memory, index, at)))
 
     return vector(array, index), build
+
+
+@intrinsic
+def prefetch(typing: Any, array: Any, index: Any) -> Any:
+    """Asks for the memory at an index, which will be read soon, without waiting for it."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        memory, at = arguments
+        where = builder.bitcast(address(context, builder, array, memory, index, at), BYTE.as_pointer())
+        read, keep, data = (ir.Constant(INT32, flag) for flag in (0, 3, 1))
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), where, read, keep, data)
+        return context.get_dummy_value()
+
+    return types.void(array, index), build
+
+
+@intrinsic
+def transpose(typing: Any, source: Any, index: Any, target: Any, to: Any) -> Any:
+    """Copies 16 rows of 16 floats from an index on, so that they become columns of another array of this type."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        from_memory, at, to_memory, to_at = arguments
+        rows = []
+        for row in range(LANES):
+            where = vector_at(context, builder, source, from_memory, index, below(builder, at, row))
+            rows.append(builder.load(where, align=size_of(source)))
+        distance = 1
+        while distance < LANES:  # pairs of rows change quarters of the square they make, then larger ones
+            for row in (row for row in range(LANES) if not row & distance):
+                pair = rows[row], rows[row + distance]
+                upper = [lane + (LANES - distance) * bool(lane & distance) for lane in range(LANES)]
+                rows[row] = builder.shuffle_vector(*pair, lanes(INT32, upper))
+                rows[row + distance] = builder.shuffle_vector(*pair, lanes(INT32, [lane + distance for lane in upper]))
+            distance *= 2
+        for row in range(LANES):
+            where = vector_at(context, builder, target, to_memory, to, below(builder, to_at, row))
+            builder.store(rows[row], where, align=size_of(target))
+        return context.get_dummy_value()
+
+    return types.void(source, index, target, to), build
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
 
 
 @intrinsic
@@ -260,56 +237,13 @@ def fill(typing: Any, number: Any, like: Any) -> Any:
     return like(number, like), build
 
 
-@intrinsic
-def prefetch(typing: Any, array: Any, index: Any) -> Any:
-    """Asks for the memory at an index, which will be read soon, without waiting for it."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.bitcast(
-            address(context, builder, array, arguments[0], index, arguments[1]), BYTE.as_pointer()
-        )
-        read, keep, data = (ir.Constant(INT32, flag) for flag in (0, 3, 1))
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, keep, data)
-        return context.get_dummy_value()
-
-    return types.void(array, index), build
-
-
-@intrinsic
-def transpose(typing: Any, source: Any, index: Any, target: Any, to: Any) -> Any:
-    """Copies 16 rows of 16 numbers from an index on, so that they become columns of another array of this type."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        rows, kind = [], Vector.of(source).llvm.as_pointer()
-        for row in range(LANES):
-            pointer = address(context, builder, source, arguments[0], index, below(builder, arguments[1], row))
-            rows.append(builder.load(builder.bitcast(pointer, kind), align=source.dtype.bitwidth // 8))
-        distance = 1
-        while distance < LANES:  # pairs of rows change quarters of the square they make, then larger ones
-            for row in (row for row in range(LANES) if not row & distance):
-                pair = rows[row], rows[row + distance]
-                upper = [lane + (LANES - distance) * bool(lane & distance) for lane in range(LANES)]
-                rows[row] = builder.shuffle_vector(*pair, lanes(INT32, upper))
-                rows[row + distance] = builder.shuffle_vector(*pair, lanes(INT32, [lane + distance for lane in upper]))
-            distance *= 2
-        for row in range(LANES):
-            pointer = address(context, builder, target, arguments[2], to, below(builder, arguments[3], row))
-            builder.store(rows[row], builder.bitcast(pointer, kind), align=source.dtype.bitwidth // 8)
-        return context.get_dummy_value()
-
-    return types.void(source, index, target, to), build
-
-
-# --- arithmetic ------------------------------------------------------------------------------------------------------
-
-
 def operation(name: str) -> Any:
-    """A function of LLVM's on vectors, lane by lane."""
+    """A function of LLVM's on a vector, lane by lane."""
 
     @intrinsic
     def function(typing: Any, x: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return call(builder, f"llvm.{name}.{x.suffix}", x.llvm, *arguments)
+            return lane_by_lane(builder, name, *arguments)
 
         return x(x), build
 
@@ -324,10 +258,8 @@ def reduction(combine: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             rest, half = arguments[0], LANES // 2
             while half:
-                other = builder.shuffle_vector(
-                    rest, rest, ir.Constant(ir.VectorType(INT32, LANES), [*range(half, 2 * half)] * (LANES // half))
-                )
-                rest, half = combine(builder, rest, other), half // 2
+                upper = lanes(INT32, [*range(half, 2 * half)] * (LANES // half))
+                rest, half = combine(builder, rest, builder.shuffle_vector(rest, rest, upper)), half // 2
             return builder.extract_element(rest, ir.Constant(INT32, 0))
 
         return x.dtype(x), build
@@ -367,7 +299,7 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return call(builder, f"llvm.fma.{a.suffix}", a.llvm, *arguments)
+        return lane_by_lane(builder, "fma", *arguments)
 
     return a(a, b, c), build
 
@@ -377,7 +309,8 @@ def where_less(typing: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
     """Lanes of x where a < b, and of y elsewhere, also where one is NaN."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.select(builder.fcmp_ordered("<", arguments[0], arguments[1]), arguments[2], arguments[3])
+        left, right, yes, no = arguments
+        return builder.select(builder.fcmp_ordered("<", left, right), yes, no)
 
     return x(a, b, x, y), build
 
@@ -387,8 +320,9 @@ def keep(typing: Any, x: Any, begin: Any, end: Any) -> Any:
     """The lanes begin..end - 1 of x, and minus infinity in the others."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        inside = builder.and_(builder.not_(first_lanes(builder, arguments[1])), first_lanes(builder, arguments[2]))
-        return builder.select(inside, arguments[0], ir.Constant(x.llvm, [float("-inf")] * LANES))
+        vector, first, last = arguments
+        inside = builder.and_(builder.not_(first_lanes(builder, first)), first_lanes(builder, last))
+        return builder.select(inside, vector, ir.Constant(x.llvm, [float("-inf")] * LANES))
 
     return x(x, types.intp, types.intp), build
 
@@ -398,29 +332,14 @@ def power_of_two(typing: Any, whole: Any) -> Any:
     """2 to the power of whole numbers in float32, between -126 and 127."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        exponent = builder.add(builder.fptosi(arguments[0], ir.VectorType(INT32, LANES)), lanes(INT32, [127] * LANES))
-        return builder.bitcast(builder.shl(exponent, lanes(INT32, [23] * LANES)), whole.llvm)
+        exponent = builder.add(builder.fptosi(arguments[0], ir.VectorType(INT32, LANES)), everywhere(127))
+        return builder.bitcast(builder.shl(exponent, everywhere(23)), whole.llvm)
 
     return whole(whole), build
 
 
 def exp(x: Any) -> Any:
     """e to the power of x, for x of at most 0; 0 for minus infinity. Within 2e-7 in float32."""
-
-
-@inlined
-def take(array, index, left):
-    """As `load`, where only `left` numbers remain; 0 behind them."""
-    return load(array, index) if left >= LANES else load_first(array, index, left)
-
-
-@inlined
-def put(array, index, x, left):
-    """As `store`, where only `left` numbers remain."""
-    if left >= LANES:
-        store(array, index, x)
-    else:
-        store_first(array, index, x, left)
 
 
 @overload(exp, inline="always")

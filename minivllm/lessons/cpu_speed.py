@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from minivllm.cpu.decoder import CpuDecoder
 from minivllm.cpu.products import Packed, product, shares_of
 from minivllm.cpu.vectors import as_numpy
+from minivllm.lessons.machine import best_seconds
 from minivllm.model.attention import Attention, AttentionMetadata, KVCache
 from minivllm.model.decoder import Decoder
 from minivllm.model.inputs import PassRow, pack_rows
 
-BLOCK_SIZE, REPEATS = 16, 5
+BLOCK_SIZE, REPEATS = 16, 3
 CPU = torch.device("cpu")
 
 
@@ -70,12 +71,8 @@ class DecodeStep:
         """
         torch.manual_seed(0)
         self.model, self.batch, self.context, config = model, batch, context, model.config
-        per_row = -(-context // BLOCK_SIZE)
-        tables = torch.randperm(batch * per_row).view(batch, per_row)
-        tables[:, : num_shared // BLOCK_SIZE] = tables[0, : num_shared // BLOCK_SIZE].clone()
-        rows = [PassRow([0] * context, context - 1, context, table) for table in tables.tolist()]
-        self.metadata, self.input_ids, self.positions = pack_rows(rows, BLOCK_SIZE, CPU)
-        self.cache = KVCache(config, batch * per_row, BLOCK_SIZE, model.dtype, CPU)
+        self.metadata, self.input_ids, self.positions = decode_inputs(batch, context, num_shared)
+        self.cache = KVCache(config, batch * -(-context // BLOCK_SIZE), BLOCK_SIZE, model.dtype, CPU)
         self.cache.keys.normal_()
         self.cache.values.normal_()
         self._attend: Callable[[], Any] = lambda: backend(self.cache, self.metadata, config.sliding_window)
@@ -103,11 +100,21 @@ class DecodeStep:
         self.model.compute_logits(torch.zeros(self.batch, self.model.config.hidden_size, dtype=self.model.dtype))
 
 
+def decode_inputs(batch: int, context: int, num_shared: int = 0) -> tuple[AttentionMetadata, Tensor, Tensor]:
+    """The metadata, ids and positions of a decode step, for requests whose blocks lie scattered but for those of
+    `num_shared` tokens, which are the same for all."""
+    per_row, common = -(-context // BLOCK_SIZE), num_shared // BLOCK_SIZE
+    tables = torch.randperm(batch * per_row).view(batch, per_row)
+    tables[:, :common] = tables[0, :common].clone()
+    rows = [PassRow([0] * context, context - 1, context, table) for table in tables.tolist()]
+    return pack_rows(rows, BLOCK_SIZE, CPU)
+
+
 def products_of(model: Decoder, rows: int) -> list[Callable[[], object]]:
     """The products of all layers of either decoder with so many rows of zeros, each as a function."""
     if isinstance(model, CpuDecoder):
         return [
-            partial(_packed_product, Packed(packed.weights[layer : layer + 1], packed.bias), rows, model.dtype)
+            partial(_packed_product, packed, layer, rows, model.dtype)
             for layer in range(model.config.num_layers)
             for packed in model.matrices
         ]
@@ -115,19 +122,22 @@ def products_of(model: Decoder, rows: int) -> list[Callable[[], object]]:
     return [partial(linear, torch.zeros(rows, linear.in_features, dtype=model.dtype)) for linear in linears]
 
 
-def _packed_product(packed: Packed, rows: int, dtype: torch.dtype) -> None:
+def _packed_product(packed: Packed, layer: int, rows: int, dtype: torch.dtype) -> None:
     pair = 2 if dtype == torch.bfloat16 else 1
     x = torch.zeros(rows, packed.weights.shape[2] * pair, dtype=dtype)
-    product(as_numpy(x), packed, as_numpy(torch.empty(rows, packed.bias.shape[1], dtype=dtype)), shares_of(packed))
+    out = torch.empty(rows, packed.bias.shape[1], dtype=dtype)
+    product(as_numpy(x), packed, layer, as_numpy(out), shares_of(packed))
 
 
 @torch.inference_mode()
-def profile_step(model: Decoder, backend: type[Attention], batch: int, context: int) -> StepProfile:
+def profile_step(
+    model: Decoder, backend: type[Attention], batch: int, context: int, repeats: int = REPEATS
+) -> StepProfile:
     """Measures a decode step and its parts, each alone and in turns; the best of several, in one sitting."""
     step = DecodeStep(model, backend, batch, context)
     runs = (step.run, step.products, step.attention, step.head)
     best = [float("inf")] * len(runs)
-    for number in range(REPEATS + 1):  # the first warms up
+    for number in range(repeats + 1):  # the first warms up
         for index, run in enumerate(runs):
             started = time.perf_counter()
             run()
@@ -141,17 +151,4 @@ def profile_step(model: Decoder, backend: type[Attention], batch: int, context: 
 def attention_ms(model: Decoder, backend: type[Attention], batch: int, context: int, num_shared: int) -> float:
     """Attention of a decode step, all layers: the best of several, in milliseconds."""
     step = DecodeStep(model, backend, batch, context, num_shared)
-    times = []
-    for _ in range(REPEATS + 1):
-        started = time.perf_counter()
-        step.attention()
-        times.append(1000 * (time.perf_counter() - started))
-    return min(times[1:])
-
-
-def decode_metadata(batch: int, context: int, num_shared: int) -> AttentionMetadata:
-    """The metadata of a decode step of requests that begin with the same blocks."""
-    own = -(-(context - num_shared) // BLOCK_SIZE)
-    stem = list(range(num_shared // BLOCK_SIZE))
-    tables = [[*stem, *range(len(stem) + own * row, len(stem) + own * (row + 1))] for row in range(batch)]
-    return pack_rows([PassRow([0] * context, context - 1, context, table) for table in tables], BLOCK_SIZE, CPU)[0]
+    return 1000 * best_seconds(step.attention, CPU, REPEATS)

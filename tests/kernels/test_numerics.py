@@ -16,6 +16,7 @@ from minivllm.model.attention import paged_attention as reference
 from minivllm.model.inputs import PassRow, pack_rows
 from tests.conftest import ORACLE, hf_generate
 from tests.lessons.test_naive import random_prompts
+from tests.pools import scattered
 from tests.test_identity import build_engine, run_staggered
 
 triton = pytest.importorskip("triton")
@@ -44,17 +45,13 @@ class Case:
 
     def __init__(self, rows, head_dim=64, ratio=3, dtype=torch.float32, block_size=16, kv_heads=2, seed=0):
         torch.manual_seed(seed)
-        needed = [-(-length // block_size) for _, length in rows]
-        shape = (sum(needed) + 3, block_size, kv_heads, head_dim)
+        packed, slots_of_rows, num_blocks = scattered(rows, block_size)
+        shape = (num_blocks, block_size, kv_heads, head_dim)
         self.keys = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
         self.values = self.keys.clone()
-        free, packed = torch.randperm(shape[0]).tolist(), []
-        for (num_queries, length), count in zip(rows, needed, strict=True):
-            table, free = free[:count], free[count:]
-            packed.append(PassRow([0] * length, length - num_queries, length, table))
-            slots = [table[p // block_size] * block_size + p % block_size for p in range(length)]
+        for slots in slots_of_rows:
             for memory in (self.keys, self.values):
-                memory.flatten(0, 1)[slots] = torch.randn(length, *shape[2:]).to(memory)
+                memory.flatten(0, 1)[slots] = torch.randn(len(slots), *shape[2:]).to(memory)
         self.metadata, ids, _ = pack_rows(packed, block_size, DEVICE)
         self.q = torch.randn(len(ids), kv_heads * ratio, head_dim).to(device=DEVICE, dtype=dtype)
         self.launch = choose_launch(head_dim, ratio, self.q.itemsize, LIMIT, max(count for count, _ in rows))
