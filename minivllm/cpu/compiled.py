@@ -7,8 +7,10 @@ types don't know.
 import hashlib
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numba
@@ -20,6 +22,12 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 
 
+def forget(folder: Path) -> None:
+    """Deletes what was compiled."""
+    for compiled in (folder / "__pycache__").glob("*.nb[ic]"):
+        compiled.unlink(missing_ok=True)
+
+
 def forget_what_is_stale(folder: Path) -> None:
     """Deletes what was compiled from other sources. Numba looks at the file that a function is in, and not at
     those that its parts come from."""
@@ -29,9 +37,20 @@ def forget_what_is_stale(folder: Path) -> None:
     with suppress(OSError):  # a folder that can't be written to holds nothing stale either
         if not kept.exists() or kept.read_text() != digest.hexdigest():
             kept.parent.mkdir(exist_ok=True)
-            for compiled in kept.parent.glob("*.nb[ic]"):
-                compiled.unlink(missing_ok=True)
+            forget(folder)
             kept.write_text(digest.hexdigest())
+
+
+def start(run: Callable[[], object]) -> None:
+    """Runs what loads the loops or compiles them; once more without what is on disk, if that ends in the middle (as
+    what was written to a full disk does)."""
+    try:
+        run()
+    except (EOFError, UnpicklingError) as error:
+        logger.warning("the loops on disk are broken (%s): compiling them anew, about 20 seconds", error)
+        with suppress(OSError):
+            forget(FOLDER)
+        run()
 
 
 def features() -> set[str]:
@@ -60,6 +79,8 @@ forget_what_is_stale(FOLDER)
 _njit: Any = numba.njit
 # Compiled once and kept on disk, called from Python without its lock.
 parallel: Any = _njit(parallel=True, cache=True, nogil=True)
+# A row of such calls, without Python between them.
+sequence: Any = _njit(cache=True, nogil=True)
 # One thread's share. Counting references to arrays would cost more than the work on them, so such a function makes no
 # arrays; and it divides as numpy does, by 0 too.
 loop: Any = _njit(cache=True, _nrt=False, error_model="numpy")

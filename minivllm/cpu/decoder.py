@@ -8,18 +8,18 @@ that stands between the matrices.
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 from numba import prange
 from torch import Tensor, nn
 
-from minivllm.cpu.compiled import inlined, loop, num_threads, one_at_a_time, parallel
+from minivllm.cpu.compiled import inlined, loop, num_threads, one_at_a_time, parallel, sequence, start
 from minivllm.cpu.llvm import LANES
-from minivllm.cpu.paged_attention import NumbaAttention, attention_kernel
+from minivllm.cpu.paged_attention import NumbaAttention, attention_kernel, padding
 from minivllm.cpu.products import Packed, PackedLinear, gated_product, pack, product, shares, shares_of
 from minivllm.cpu.vectors import as_numpy, as_tensor, fill, fma, load_first, put, take, total
 from minivllm.model.architecture import ModelConfig
+from minivllm.model.attention import KVCache
 from minivllm.model.decoder import Attend, Decoder, RMSNorm
 
 PARALLEL_ROWS = 32  # from here on a loop over tokens is worth waking the other threads
@@ -57,8 +57,11 @@ class CpuDecoder(Decoder):
             *take_over([block.down_proj for block in mlp]),
         ]
         token = torch.zeros(1, dtype=torch.int64)
-        with torch.inference_mode():  # compiles the loops, or loads what was compiled before
-            self.compute_logits(self(token, token, lambda layer, q, k, v: q))
+        attend = NumbaAttention(
+            KVCache(self.config, 1, 1, self.dtype, self.device), padding(), self.config.sliding_window
+        )
+        with torch.inference_mode():
+            start(lambda: self.compute_logits(self(token, token, attend)))
 
     def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """As `Decoder.forward`; what a layer adds to the residual stream is added by the next norm."""
@@ -176,7 +179,7 @@ def shares_of_rows(num_rows: int) -> np.ndarray:
     return shares(num_rows, num_threads() if num_rows >= PARALLEL_ROWS else 1)
 
 
-@numba.njit(cache=True, nogil=True)
+@sequence
 def all_layers(begin, end, keys, values, places, plans, windows):
     """The layers of a pass around attention in place; see `into_heads`, `out_of_heads` and `attention_kernel`.
 
@@ -189,10 +192,10 @@ def all_layers(begin, end, keys, values, places, plans, windows):
     out, heads = stream.attended, stream.heads
     for layer in range(len(windows)):
         into_heads(stream, qkv, norms, counts, turns, qkv_blocks, rows, layer)
-        if windows[layer] == 0:
-            attention_kernel(out, heads, keys[layer], values[layer], places, work, state, 0)
+        window = windows[layer]  # a constant 0 would be a case of its own, and compiled apart
+        if window == 0:
+            attention_kernel(out, heads, keys[layer], values[layer], places, work, state, window)
         else:
-            window = windows[layer]
             attention_kernel(out, heads, keys[layer], values[layer], places, windowed_work, windowed_state, window)
         out_of_heads(stream, o, gate, up, down, o_blocks, gate_blocks, down_blocks, norms, rows, layer)
 
@@ -215,7 +218,7 @@ def into_heads(stream, qkv, norms, counts, turns, blocks, rows, layer):
             turn_rows(single, turns, norms, layer, counts, rows[part], rows[part + 1])
 
 
-@parallel
+@sequence
 def out_of_heads(stream, o, gate, up, down, o_blocks, gate_blocks, down_blocks, norms, rows, layer):
     """What follows attention: its projection and the feed-forward network, which leaves in `stream.delta` what it adds.
 

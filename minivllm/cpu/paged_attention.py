@@ -16,7 +16,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from minivllm.cpu.compiled import inlined, loop, num_threads, one_at_a_time, parallel
+from minivllm.cpu.compiled import inlined, loop, num_threads, one_at_a_time, parallel, start
 from minivllm.cpu.llvm import LANES
 from minivllm.cpu.vectors import (
     as_numpy,
@@ -119,9 +119,15 @@ class NumbaAttention:
     def warm_up(cls, cache: KVCache, num_heads: int) -> None:
         """Compiles the kernel, or loads what was compiled before, and runs it on a padded token."""
         num_kv_heads, head_dim = cache.keys.shape[3:]
-        counts, nothing = (num_heads, num_kv_heads, num_kv_heads), torch.zeros(1, dtype=torch.int64)
-        attend = cls(cache, AttentionMetadata(torch.arange(2), nothing, nothing[:, None], nothing - 1), (None,))
-        attend(0, *torch.zeros(1, sum(counts), head_dim, dtype=cache.keys.dtype).split(counts, dim=1))
+        counts, attend = (num_heads, num_kv_heads, num_kv_heads), cls(cache, padding(), (None,))
+        heads = torch.zeros(1, sum(counts), head_dim, dtype=cache.keys.dtype).split(counts, dim=1)
+        start(lambda: attend(0, *heads))
+
+
+def padding() -> AttentionMetadata:
+    """A pass of a padded token, which reads and stores nothing."""
+    nothing = torch.zeros(1, dtype=torch.int64)
+    return AttentionMetadata(torch.arange(2), nothing, nothing[:, None], nothing - 1)
 
 
 @parallel
@@ -134,15 +140,12 @@ def attention_kernel(out, heads, keys, values, places, work, state, window):
     num_heads, num_kv_heads = out.shape[1], keys.shape[1]
     _store(heads, num_heads, keys, places.slots)
     _store(heads, num_heads + num_kv_heads, values, places.slots)
-    if len(work.shared):
-        for thread in prange(len(work.shared_bounds) - 1):
-            part = work.shared_bounds[thread], work.shared_bounds[thread + 1]
-            scratch = _scratch(out, keys, places, state)
-            _attend(out, heads, keys, values, places, work.order, work.shared, part, state, True, window, scratch)
-    for thread in prange(len(work.bounds) - 1):
-        part = work.bounds[thread], work.bounds[thread + 1]
-        scratch = _scratch(out, keys, places, state)
-        _attend(out, heads, keys, values, places, work.order, work.units, part, state, False, window, scratch)
+    for saves in (True, False):
+        units, bounds = (work.shared, work.shared_bounds) if saves else (work.units, work.bounds)
+        if len(units):
+            for thread in prange(len(bounds) - 1):
+                part, scratch = (bounds[thread], bounds[thread + 1]), _scratch(out, keys, places, state)
+                _attend(out, heads, keys, values, places, work.order, units, part, state, saves, window, scratch)
 
 
 @inlined

@@ -1,5 +1,7 @@
 """Where the fast path can't run, and when it has to be compiled, is said."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -42,3 +44,19 @@ def test_a_wait_for_the_compiler_is_announced_once(tmp_path, monkeypatch, caplog
     (tmp_path / "loops.py").write_text("2")
     compiled.forget_what_is_stale(tmp_path)
     assert not compiled.mark_of(torch.float32).exists()
+
+
+def test_loops_that_were_written_to_a_full_disk_are_compiled_anew(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(compiled, "FOLDER", tmp_path)
+    folder = tmp_path / "__pycache__"
+    folder.mkdir()
+
+    def run():
+        if list(folder.glob("*.nbc")):
+            pickle.loads(b"")
+
+    (folder / "half.nbc").touch()
+    compiled.start(run)
+    assert not list(folder.iterdir()) and "broken (Ran out of input): compiling them anew" in caplog.text
+    with pytest.raises(EOFError):  # and what is broken without them stays an error
+        compiled.start(lambda: pickle.loads(b""))

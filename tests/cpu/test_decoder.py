@@ -1,6 +1,8 @@
 """The decoder of compiled loops gives what the one in torch gives, alone and in the engine."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from minivllm.backends import fast_decoder
 from minivllm.model.attention import KVCache, PagedAttention
 from minivllm.model.decoder import Decoder
 from minivllm.model.inputs import PassInputs, PassRow
-from tests.conftest import ORACLE, hf_generate
+from tests.conftest import ORACLE, ROOT, hf_generate, tiny_hf_model
 from tests.lessons.test_naive import random_prompts
 from tests.test_identity import build_engine, run_staggered
 
@@ -82,6 +84,40 @@ def test_the_engine_gives_the_same_tokens(tiny_pair, family, changes, dtype):
     outputs = run_staggered(engine, prompts, params, per_step=2)
     expected = [hf_generate(reference, prompt, 6) for prompt in prompts]
     assert [output.outputs[0].token_ids for output in outputs] == expected and not engine.runner.failures
+
+
+AFTER_SETUP = """
+from pathlib import Path
+import sys
+import torch
+from minivllm.backends import fast_decoder
+from minivllm.cpu import decoder, paged_attention, precompile, products
+from minivllm.model.weights import load_decoder
+from tests.test_identity import build_engine, run_staggered
+from minivllm import SamplingParams
+
+precompile.precompile("float32")
+entered = (decoder.all_layers, decoder.add_and_norm, products.product)  # from Python
+known = [len(function.signatures) for function in entered]
+assert known == [1, 1, 1], known
+model = fast_decoder("auto", load_decoder(Path(sys.argv[1]), torch.device("cpu"), torch.float32))
+engine = build_engine(model, 40, max_num_batched_tokens=48)
+prompts = [list(range(2, 2 + count)) for count in (70, 70, 71, 72, 73, 3, 40)]
+run_staggered(engine, prompts, [SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)] * 7, per_step=2)
+assert not engine.runner.failures and engine.runner.attention is paged_attention.NumbaAttention
+assert [len(function.signatures) for function in entered] == known
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("Qwen2", {**MIXED_WINDOWS, "tie_word_embeddings": True}), ("Qwen3", {})]
+)
+def test_what_setup_compiles_is_all_that_any_model_needs(tmp_path, family, changes):
+    """Nobody waits for the compiler in the middle of an answer. In a process of its own: others compile other types."""
+    tiny_hf_model(family, **changes).save_pretrained(tmp_path)
+    command = [sys.executable, "-c", AFTER_SETUP, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.real_model
