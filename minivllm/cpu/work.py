@@ -71,17 +71,26 @@ def common_prefixes(
     counts: np.ndarray, lens: np.ndarray, table: np.ndarray, block_size: int
 ) -> list[tuple[np.ndarray, int]]:
     """Decodes that begin with the same blocks: pairs (their request indices, how many tokens they share)."""
-    decodes = np.flatnonzero((counts == 1) & (lens > block_size))
-    if len(decodes) < FEWEST_SHARERS:
+    own = (lens - 1) // block_size  # the block of the newest token, which nobody shares
+    groups = _sharers(np.flatnonzero((counts == 1) & (own > 0)), own, table, 0)
+    return [(sharers, length * block_size) for sharers, length in groups]
+
+
+def _sharers(requests: np.ndarray, own: np.ndarray, table: np.ndarray, length: int) -> list[tuple[np.ndarray, int]]:
+    """Of requests whose first `length` blocks are the same, groups that share blocks, with how many: the whole, or
+    smaller groups of those that share more, whichever saves more reading."""
+    if len(requests) < FEWEST_SHARERS:
         return []
-    found = []
-    _, group, sizes = np.unique(table[decodes, 0], return_inverse=True, return_counts=True)
+    shortest = own[requests].min()
+    differ = np.flatnonzero((table[requests, length:shortest] != table[requests[0], length:shortest]).any(axis=0))
+    length = int(length + differ[0] if len(differ) else shortest)
+    going_on = requests[own[requests] > length]
+    _, group, sizes = np.unique(table[going_on, length], return_inverse=True, return_counts=True)
+    parts = []
     for index in np.flatnonzero(sizes >= FEWEST_SHARERS):
-        sharers = decodes[group == index]
-        known = (lens[sharers].min() - 1) // block_size  # blocks that are full for all, and one token beyond
-        differ = np.flatnonzero((table[sharers, :known] != table[sharers[0], :known]).any(axis=0))
-        found.append((sharers, int(differ[0] if len(differ) else known) * block_size))
-    return found
+        parts += _sharers(going_on[group == index], own, table, length)
+    saved = sum((len(sharers) - 1) * blocks for sharers, blocks in parts)
+    return parts if saved > (len(requests) - 1) * length else [(requests, length)] if length else []
 
 
 def deal(units: np.ndarray, num_kv_heads: int, num_threads: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from minivllm.cpu.work import FEWEST_SHARERS, TILE_QUERIES, divide
+from minivllm.cpu.work import FEWEST_SHARERS, TILE_QUERIES, common_prefixes, divide
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -46,3 +46,54 @@ def test_what_decodes_begin_with_is_one_unit_for_all():
     apart = table.copy()
     apart[[0, 1, 3, 4], 0] = [1, 1, 1, 2]
     assert not len(divide(starts, lens, apart, 8, 1, 2).shared)
+
+
+def test_who_shares_more_is_not_held_back_by_who_shares_less():
+    """All begin with block 0, as chats do; eight go on with the same document, and one of them ends in the middle."""
+    counts, lens = np.ones(12, np.int64), np.full(12, 80)
+    table = np.concatenate([np.zeros((12, 1), np.int64), np.arange(1, 109).reshape(12, 9)], axis=1)
+    table[:8, 1:7] = table[0, 1:7]
+    assert shared_of(counts, lens, table) == [(list(range(8)), 56)]
+    lens[3] = 22  # its newest token is in the third block
+    assert shared_of(counts, lens, table) == [([0, 1, 2, 4, 5, 6, 7], 56)]
+    table[8:, 1:3] = 200, 201
+    assert shared_of(counts, lens, table) == [([0, 1, 2, 4, 5, 6, 7], 56), ([8, 9, 10, 11], 24)]
+    table[:8, 1:7] = np.arange(300, 348).reshape(8, 6)
+    assert shared_of(counts, lens, table) == [(list(range(12)), 8)]  # 11 blocks saved; the last four alone save 9
+    assert shared_of(np.full(12, 2), lens, table) == []
+
+
+def shared_of(counts, lens, table):
+    return [(sharers.tolist(), length) for sharers, length in common_prefixes(counts, lens, table, 8)]
+
+
+def test_the_groups_save_as_much_as_any_other_choice():
+    """Against a search through all ways to cut the tree."""
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        count = int(generator.integers(4, 14))
+        lens, depth = generator.integers(1, 40, count), 8
+        branches = generator.integers(0, 2, (count, depth)).cumsum(axis=1)
+        paths = {tuple(row[: k + 1]) for row in branches.tolist() for k in range(depth)}
+        names = {path: number for number, path in enumerate(sorted(paths))}
+        table = np.array([[names[tuple(row[: k + 1])] for k in range(depth)] for row in branches.tolist()])
+        found = common_prefixes(np.ones(count, np.int64), lens, table, 5)
+        for sharers, length in found:
+            assert len(sharers) >= FEWEST_SHARERS and (lens[sharers] > length).all() and length % 5 == 0
+            assert (table[sharers, : length // 5] == table[sharers[0], : length // 5]).all()
+        members = [request for sharers, _ in found for request in sharers]
+        assert len(members) == len(set(members))
+        assert sum((len(sharers) - 1) * length // 5 for sharers, length in found) == best(
+            list(range(count)), table, (lens - 1) // 5, 0
+        )
+
+
+def best(requests, table, own, length):
+    """The most blocks that need not be read, of requests that agree in the first `length`."""
+    if len(requests) < FEWEST_SHARERS:
+        return 0
+    rest = {}
+    for request in requests:
+        if own[request] > length:
+            rest.setdefault(table[request, length], []).append(request)
+    return max((len(requests) - 1) * length, sum(best(part, table, own, length + 1) for part in rest.values()))
