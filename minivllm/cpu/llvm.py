@@ -11,26 +11,29 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
+from minivllm.cpu.compiled import features
+
 LANES = 16
+PAIRS = {"avx512f", "avx512bf16"} <= features()  # whether the processor multiplies pairs of bfloat16
 BYTE, INT32, INT64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
 class Vector(types.Type):
-    """The type of 16 numbers, as Numba sees it."""
+    """The type of 16 numbers, as Numba sees it: floats, or pairs of bfloat16 in 32-bit integers."""
 
-    def __init__(self, dtype: types.Float) -> None:
+    def __init__(self, dtype: types.Float | types.Integer) -> None:
         self.dtype = dtype
         super().__init__(name=f"Vector({dtype})")
 
     @classmethod
     def of(cls, array: types.Array) -> "Vector":
         """The vectors that an array's numbers become."""
-        return cls(types.float64 if array.dtype == types.float64 else types.float32)
+        return cls(array.dtype if array.dtype in (types.float64, types.int32) else types.float32)
 
     @property
     def number(self) -> ir.Type:
         """A lane, as LLVM sees it."""
-        return ir.DoubleType() if self.dtype == types.float64 else ir.FloatType()
+        return {types.float64: ir.DoubleType(), types.int32: INT32}.get(self.dtype, ir.FloatType())
 
     @property
     def llvm(self) -> ir.VectorType:
@@ -124,8 +127,8 @@ def below(builder: Any, at: Any, rows: int) -> Any:
 
 
 def widened(builder: Any, stored: Any, kind: ir.VectorType) -> Any:
-    """16 stored numbers as floats."""
-    if isinstance(stored.type.element, ir.IntType):
+    """16 stored numbers as floats; pairs stay what they are."""
+    if stored.type.element == ir.IntType(16):
         whole = builder.zext(stored, ir.VectorType(INT32, LANES))
         return builder.bitcast(builder.shl(whole, everywhere(16)), kind)
     return stored
@@ -140,8 +143,8 @@ def rounded(builder: Any, x: Any) -> Any:
 
 
 def narrowed(builder: Any, x: Any, stored: ir.VectorType) -> Any:
-    """16 floats as they are stored."""
-    if not isinstance(stored.element, ir.IntType):
+    """16 floats as they are stored, likewise."""
+    if stored.element != ir.IntType(16):
         return x
     return builder.trunc(builder.lshr(rounded(builder, x), everywhere(16)), stored)
 
@@ -150,3 +153,29 @@ def halves(builder: Any, pairs: Any, kind: ir.VectorType) -> list[Any]:
     """32 numbers in 16 integers as floats: the lower ones of the pairs, and the upper ones."""
     both = builder.shl(pairs, everywhere(16)), builder.and_(pairs, everywhere(0xFFFF0000))
     return [builder.bitcast(half, kind) for half in both]
+
+
+class BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+def add_products(builder: Any, a: Any, b: Any, total: Any) -> Any:
+    """A vector of sums, plus the products of two vectors; of pairs, both products."""
+    if a.type.element != INT32:
+        return lane_by_lane(builder, "fma", a, b, total)
+    if PAIRS:
+        kind = ir.VectorType(BFloat(), 2 * LANES)
+        pairs = (builder.bitcast(each, kind) for each in (a, b))
+        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, *pairs)
+    for factors in zip(*(halves(builder, each, total.type) for each in (a, b)), strict=True):
+        total = lane_by_lane(builder, "fma", *factors, total)
+    return total

@@ -13,21 +13,22 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
-from numba import prange
+from numba import prange, types
 from torch import Tensor
 
-from minivllm.cpu.compiled import inlined, loop, num_threads, one_at_a_time, parallel, start
-from minivllm.cpu.llvm import LANES
+from minivllm.cpu.compiled import inlined, loop, num_threads, one_at_a_time, overload, parallel, start
+from minivllm.cpu.llvm import LANES, PAIRS
 from minivllm.cpu.vectors import (
+    add_product,
     as_numpy,
     exp,
     fill,
-    fma,
     highest,
     keep,
     load,
     load_first,
     load_pair,
+    load_pairs,
     prefetch,
     put,
     repeat,
@@ -63,12 +64,20 @@ class Places(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where the shared units leave what their rows have seen: sums of values, `[num_tokens, num_heads, head_dim]`, the
-    highest scores, and the totals of the weights, both `[num_tokens, num_heads]`."""
+    """Where the shared units leave what their rows have seen.
+
+    Attributes:
+        sums: of values, `[num_tokens, num_heads, head_dim]`.
+        peaks: the highest scores, `[num_tokens, num_heads]`.
+        totals: of the weights, likewise.
+        factors: empty, and of the type in which queries and keys are multiplied: pairs of bfloat16, as they lie, where
+            the processor does that, else like the sums.
+    """
 
     sums: np.ndarray
     peaks: np.ndarray
     totals: np.ndarray
+    factors: np.ndarray
 
 
 class NumbaAttention:
@@ -96,7 +105,8 @@ class NumbaAttention:
             num_tokens, num_heads, head_dim = heads.shape
             shape = (num_tokens if len(work.shared) else 0, num_heads - 2 * self.num_kv_heads)
             wide = np.float64 if heads.dtype == np.float64 else np.float32
-            state = State(np.empty((*shape, head_dim), wide), np.empty(shape, wide), np.empty(shape, wide))
+            factors = np.empty(0, np.int32 if PAIRS and heads.dtype == np.uint16 else wide)
+            state = State(np.empty((*shape, head_dim), wide), np.empty(shape, wide), np.empty(shape, wide), factors)
             self._work[sharing] = work, state
         return self._work[sharing]
 
@@ -164,10 +174,12 @@ def _scratch(out, keys, places, state):
     num_kv_heads, dim = keys.shape[1:]
     ratio, wide = out.shape[1] // num_kv_heads, state.sums.dtype
     most, padded = -(-TILE_QUERIES * ratio // ROWS) * ROWS, -(-dim // PAIR) * PAIR
-    queries, results = np.empty((num_kv_heads * most, padded), wide), np.empty((num_kv_heads * most, padded), wide)
+    results = np.empty((num_kv_heads * most, padded), wide)
     peaks, totals = np.empty(num_kv_heads * most, wide), np.empty(num_kv_heads * most, wide)
-    rows_k, tile_v = np.empty((TILE_KEYS, padded), wide), np.empty((TILE_KEYS, padded), wide)
-    tile_k, weights = np.empty((padded, TILE_KEYS), wide), np.empty((most, TILE_KEYS), wide)
+    tile_v, weights = np.empty((TILE_KEYS, padded), wide), np.empty((most, TILE_KEYS), wide)
+    kind, columns = state.factors.dtype, num_factors(state.factors, padded)
+    queries = np.empty((num_kv_heads * most, columns), kind)
+    rows_k, tile_k = np.empty((TILE_KEYS, columns), kind), np.empty((columns, TILE_KEYS), kind)
     ends, slot_of = np.empty(most, np.int64), np.empty(places.table.shape[1] * places.block_size, np.int64)
     return queries, results, peaks, totals, rows_k, tile_v, tile_k, weights, ends, slot_of
 
@@ -176,8 +188,8 @@ def _scratch(out, keys, places, state):
 def _attend(out, heads, keys, values, places, order, units, part, state, saves, window, scratch):
     """One thread's units."""
     queries, results, peaks, totals, rows_k, tile_v, tile_k, weights, ends, slot_of = scratch
-    ratio, padded, most = out.shape[1] // keys.shape[1], queries.shape[1], weights.shape[0]
-    limits = places.limits
+    ratio, most = out.shape[1] // keys.shape[1], weights.shape[0]
+    limits, scale = places.limits, 1.0 / np.sqrt(heads.shape[2])
     for unit in range(part[0], part[1]):
         begin, end, request = units[unit, 0], units[unit, 1], units[unit, 2]
         first_key, end_key, first_head, end_head = units[unit, 3], units[unit, 4], units[unit, 5], units[unit, 6]
@@ -195,16 +207,20 @@ def _attend(out, heads, keys, values, places, order, units, part, state, saves, 
             behind = max(first + 1 - least, 0) * ratio // ROWS * ROWS  # rows that see nothing of the tile
             for head in range(first_head, end_head):
                 _load_rows(keys, slot_of, first, end_key, head, rows_k)
-                _load_rows(values, slot_of, first, end_key, head, tile_v)
+                if rows > ROWS:
+                    _load_rows(values, slot_of, first, end_key, head, tile_v)
                 for j in range(0, TILE_KEYS, LANES):
-                    for d in range(0, padded, LANES):
+                    for d in range(0, rows_k.shape[1], LANES):
                         transpose(rows_k, (j, d), tile_k, (d, j))
                 for row in range(behind, rows, ROWS):
-                    _score(queries, head * most + row, tile_k, weights, row)
+                    _score(queries, head * most + row, tile_k, weights, row, scale)
                     for i in range(row, min(row + ROWS, rows)):
                         begin_lane = max(ends[i] - window - first, 0) if window > 0 else 0
                         _weigh(weights, i, begin_lane, ends[i] - first, head * most + i, results, peaks, totals)
-                    _add(weights, row, tile_v, results, head * most + row)
+                    if rows > ROWS:
+                        _add(weights, row, tile_v, results, head * most + row)
+                    else:  # used once only, as for a decode: not worth a copy
+                        _add_in_place(weights, values, slot_of, first, end_key, head, results, head * most)
         for head in range(first_head, end_head):
             for row in range(rows):
                 token, query_head = order[begin + row // ratio], head * ratio + row % ratio
@@ -216,12 +232,10 @@ def _attend(out, heads, keys, values, places, order, units, part, state, saves, 
 
 @inlined
 def _begin(heads, token, query_head, row, queries):
-    """A row's query, scaled."""
-    dim, scale = heads.shape[2], queries.dtype.type(1.0 / np.sqrt(heads.shape[2]))
+    """A row's query."""
+    dim = heads.shape[2]
     for d in range(0, dim, PAIR):
-        first, second = _take_pair(heads, (token, query_head, d), dim - d)
-        store(queries, (row, d), first * scale)
-        store(queries, (row, d + LANES), second * scale)
+        put_factors(queries, row, heads, (token, query_head, d), dim - d)
 
 
 @inlined
@@ -247,19 +261,50 @@ def _find(places, request, first, end, slot_of):
 
 @inlined
 def _load_rows(memory, slot_of, first, end, head, tile):
-    """Widens a head's keys or values at positions `first` and following; 0 from `end` on. Those of the next tile are
-    asked for already."""
+    """A head's keys or values at positions `first` and following, as factors; 0 from `end` on. Those of the next tile
+    are asked for already."""
     dim = memory.shape[2]
     for j in range(min(TILE_KEYS, end - first)):
         slot, later = slot_of[first + j], slot_of[min(first + j + TILE_KEYS, end - 1)]
         for d in range(0, dim, PAIR):
             prefetch(memory, (later, head, d))
-            pair = _take_pair(memory, (slot, head, d), dim - d)
-            store(tile, (j, d), pair[0])
-            store(tile, (j, d + LANES), pair[1])
+            put_factors(tile, j, memory, (slot, head, d), dim - d)
     for j in range(end - first, TILE_KEYS):
         for d in range(0, tile.shape[1], LANES):
-            store(tile, (j, d), fill(0.0, load(tile, (j, d))))
+            store(tile, (j, d), fill(0, load(tile, (j, d))))
+
+
+def num_factors(target: Any, padded: int) -> Any:
+    """Columns that rows of so many numbers take among factors."""
+
+
+@overload(num_factors, inline="always")
+def _num_factors(target, padded):
+    if target.dtype == types.int32:
+        return lambda target, padded: padded // 2
+    return lambda target, padded: padded
+
+
+def put_factors(target: Any, row: int, source: Any, index: Any, left: int) -> None:
+    """Writes the 32 numbers of `source` from an index on, of which `left` are there, to their place in a row of
+    factors: as floats, or the pairs as they lie."""
+
+
+@overload(put_factors, inline="always")
+def _put_factors(target, row, source, index, left):
+    if target.dtype == types.int32:
+        return _put_pairs
+    return _put_floats
+
+
+def _put_pairs(target, row, source, index, left):
+    store(target, (row, index[2] // 2), load_pairs(source, index, min(left // 2, LANES)))
+
+
+def _put_floats(target, row, source, index, left):
+    first, second = _take_pair(source, index, left)
+    store(target, (row, index[2]), first)
+    store(target, (row, index[2] + LANES), second)
 
 
 @inlined
@@ -274,12 +319,25 @@ def _take_pair(array, index, left):
 @inlined
 def _product(a, row, b, column, count, sums):
     """`a[row : row + 4, :count] @ b[:count, column : column + LANES]`, added to four vectors."""
-    first, second, third, fourth = sums
     for i in range(count):
-        x = load(b, (i, column))
-        first, second = fma(repeat(a, (row, i)), x, first), fma(repeat(a, (row + 1, i)), x, second)
-        third, fourth = fma(repeat(a, (row + 2, i)), x, third), fma(repeat(a, (row + 3, i)), x, fourth)
+        sums = _add_row(a, row, i, load(b, (i, column)), sums)
+    return sums
+
+
+@inlined
+def _add_row(a, row, i, x, sums):
+    """A column of `a` times a vector, added to four vectors."""
+    first, second, third, fourth = sums
+    first, second = add_product(repeat(a, (row, i)), x, first), add_product(repeat(a, (row + 1, i)), x, second)
+    third, fourth = add_product(repeat(a, (row + 2, i)), x, third), add_product(repeat(a, (row + 3, i)), x, fourth)
     return first, second, third, fourth
+
+
+@inlined
+def _take_four(source, row, column):
+    """Four vectors below each other."""
+    first, second = load(source, (row, column)), load(source, (row + 1, column))
+    return first, second, load(source, (row + 2, column)), load(source, (row + 3, column))
 
 
 @inlined
@@ -292,12 +350,13 @@ def _put(target, row, column, four):
 
 
 @inlined
-def _score(queries, from_row, tile_k, weights, row):
+def _score(queries, from_row, tile_k, weights, row, scale):
     """The scores of four rows with all keys of a tile."""
-    nothing = fill(0.0, load(tile_k, (0, 0)))
+    nothing = fill(0.0, load(weights, (row, 0)))
     for j in range(0, TILE_KEYS, LANES):
         four = (nothing, nothing, nothing, nothing)
-        _put(weights, row, j, _product(queries, from_row, tile_k, j, tile_k.shape[0], four))
+        first, second, third, fourth = _product(queries, from_row, tile_k, j, tile_k.shape[0], four)
+        _put(weights, row, j, (first * scale, second * scale, third * scale, fourth * scale))
 
 
 @inlined
@@ -328,9 +387,21 @@ def _weigh(weights, row, begin, end, to_row, results, peaks, totals):
 def _add(weights, row, tile_v, results, to_row):
     """Adds the values of a tile, by their weights, to what four rows have so far."""
     for d in range(0, results.shape[1], LANES):
-        first, second = load(results, (to_row, d)), load(results, (to_row + 1, d))
-        four = (first, second, load(results, (to_row + 2, d)), load(results, (to_row + 3, d)))
-        _put(results, to_row, d, _product(weights, row, tile_v, d, TILE_KEYS, four))
+        _put(results, to_row, d, _product(weights, row, tile_v, d, TILE_KEYS, _take_four(results, to_row, d)))
+
+
+@inlined
+def _add_in_place(weights, values, slot_of, first, end, head, results, to_row):
+    """As `_add`, for the first four rows and with the values read where they lie."""
+    dim = values.shape[2]
+    for d in range(0, dim, PAIR):
+        upper, lower = _take_four(results, to_row, d), _take_four(results, to_row, d + LANES)
+        for j in range(min(TILE_KEYS, end - first)):
+            prefetch(values, (slot_of[min(first + j + TILE_KEYS, end - 1)], head, d))
+            x, y = _take_pair(values, (slot_of[first + j], head, d), dim - d)
+            upper, lower = _add_row(weights, 0, j, x, upper), _add_row(weights, 0, j, y, lower)
+        _put(results, to_row, d, upper)
+        _put(results, to_row, d + LANES, lower)
 
 
 @inlined

@@ -22,40 +22,12 @@ from numba.core import cgutils
 from torch import Tensor, nn
 
 from minivllm.cpu.compiled import features, inlined, intrinsic, loop, num_threads, one_at_a_time, parallel
-from minivllm.cpu.llvm import INT32, INT64, LANES, Vector, address, call, halves, lane_by_lane, spread
+from minivllm.cpu.llvm import INT32, INT64, LANES, Vector, add_products, address, size_of, spread
 from minivllm.cpu.vectors import as_numpy, exp, fill, load, put, where_less
 
-PAIRS = {"avx512f", "avx512bf16"} <= features()  # whether it multiplies pairs of bfloat16
 # Rows of a tile, and vectors side by side: as many sums as registers hold beside what they are made of.
 ROWS, VECTORS = (8, 3) if "avx512f" in features() else (6, 1)
 WIDTH = VECTORS * LANES
-
-
-class BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BFloat)
-
-    def __hash__(self) -> int:
-        return hash("bfloat")
-
-
-def add_products(builder: Any, x: Any, weights: Any, total: Any) -> Any:
-    """One step for one row: a vector of sums, plus one activation (or a pair of them) times a vector of weights."""
-    spread_x = spread(builder, x)
-    if x.type != INT32:
-        return lane_by_lane(builder, "fma", spread_x, weights, total)
-    if PAIRS:
-        kind = ir.VectorType(BFloat(), 2 * LANES)
-        pairs = (builder.bitcast(each, kind) for each in (spread_x, weights))
-        return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, *pairs)
-    for factors in zip(*(halves(builder, each, total.type) for each in (spread_x, weights)), strict=True):
-        total = lane_by_lane(builder, "fma", *factors, total)
-    return total
 
 
 def tile_of(num_rows: int) -> Any:
@@ -90,7 +62,8 @@ def tile_of(num_rows: int) -> Any:
                 columns = [builder.add(begin, ir.Constant(INT64, v)) for v in range(VECTORS)]
                 row_of = [builder.load(builder.gep(block_of, [c]), align=4) for c in columns]
                 for r in range(num_rows):
-                    number = builder.load(builder.gep(numbers[r], [loop.index]), align=x.dtype.bitwidth // 8)
+                    number = builder.load(builder.gep(numbers[r], [loop.index]), align=size_of(x))
+                    number = spread(builder, number)
                     for v in range(VECTORS):
                         total = totals[r * VECTORS + v]
                         builder.store(add_products(builder, number, row_of[v], builder.load(total)), total)

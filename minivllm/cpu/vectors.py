@@ -22,6 +22,7 @@ from minivllm.cpu.llvm import (
     INT32,
     LANES,
     Vector,
+    add_products,
     address,
     below,
     call,
@@ -74,10 +75,27 @@ def load_first(typing: Any, array: Any, index: Any, count: Any) -> Any:
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         memory, at, how_many = arguments
         where = vector_at(context, builder, array, memory, index, at)
-        kind, aligned = where.type.pointee, ir.Constant(INT32, size_of(array))
-        asked, nothing = first_lanes(builder, how_many), ir.Constant(kind, [0] * LANES)
-        found = call(builder, f"llvm.masked.load.{suffix(kind)}.p0", kind, where, aligned, asked, nothing)
-        return widened(builder, found, vector.llvm)
+        return widened(builder, load_masked(builder, where, size_of(array), how_many), vector.llvm)
+
+    return vector(array, index, types.intp), build
+
+
+def load_masked(builder: Any, where: Any, size: int, count: Any) -> Any:
+    """The first `count` of 16 numbers, which are aligned to `size` bytes; 0 in the other lanes."""
+    kind, aligned = where.type.pointee, ir.Constant(INT32, size)
+    asked, nothing = first_lanes(builder, count), ir.Constant(kind, [0] * LANES)
+    return call(builder, f"llvm.masked.load.{suffix(kind)}.p0", kind, where, aligned, asked, nothing)
+
+
+@intrinsic
+def load_pairs(typing: Any, array: Any, index: Any, count: Any) -> Any:
+    """The first `count` of the 16 pairs of bfloat16 from an index on, as they lie; 0 in the other lanes."""
+    vector = Vector(types.int32)
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        memory, at, how_many = arguments
+        where = builder.bitcast(address(context, builder, array, memory, index, at), vector.llvm.as_pointer())
+        return load_masked(builder, where, size_of(array), how_many)
 
     return vector(array, index, types.intp), build
 
@@ -200,7 +218,7 @@ def prefetch(typing: Any, array: Any, index: Any) -> Any:
 
 @intrinsic
 def transpose(typing: Any, source: Any, index: Any, target: Any, to: Any) -> Any:
-    """Copies 16 rows of 16 floats from an index on, so that they become columns of another array of this type."""
+    """Copies 16 rows of 16 floats or pairs from an index on, to be columns of another array of this type."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         from_memory, at, to_memory, to_at = arguments
@@ -302,6 +320,16 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
         return lane_by_lane(builder, "fma", *arguments)
 
     return a(a, b, c), build
+
+
+@intrinsic
+def add_product(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """c + a * b, rounded once; or, where a and b are pairs of bfloat16, c plus both products."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return add_products(builder, *arguments)
+
+    return c(a, b, c), build
 
 
 @intrinsic
