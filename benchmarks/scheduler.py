@@ -8,7 +8,8 @@ import time
 
 from minivllm.config import EngineConfig
 from minivllm.kv_cache import PagedKVCache
-from minivllm.request import Request, SamplingParams
+from minivllm.request import Request
+from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import ContinuousScheduler, RunnerOutput, SchedulerOutput
 from minivllm.trace import Recorder
 

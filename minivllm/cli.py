@@ -103,16 +103,8 @@ def run_fetch(args: argparse.Namespace) -> None:
 def _build(args: argparse.Namespace) -> Any:
     from minivllm import LLM, SamplingParams
 
-    params = SamplingParams(
-        n=args.n,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        seed=args.sampling_seed,
-        max_tokens=args.max_tokens,
-        ignore_eos=args.ignore_eos,
-    )
+    named = {field.name: getattr(args, field.name) for field in fields(SamplingParams) if hasattr(args, field.name)}
+    params = SamplingParams(**{**named, "seed": args.sampling_seed, "logit_bias": dict(args.logit_bias or ()) or None})
     return LLM(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)}), params
 
 
@@ -158,6 +150,7 @@ ENGINE_OPTIONS = {
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `SamplingParams` that show in the text, with its names; `seed` is the engine's here."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
     group.add_argument("--top-p", type=float, default=1.0)
@@ -165,8 +158,24 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-p", type=float, default=0.0)
     group.add_argument("--n", type=int, default=1, help="answers to make; above 1 only with a temperature")
     group.add_argument("--sampling-seed", type=int, help="of this request: the same seed gives the same answer")
+    group.add_argument("--presence-penalty", type=float, default=0.0, help="for tokens that the answer has, -2 to 2")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, help="for each time that it has them, -2 to 2")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, help="for those of the prompt too; 1 is none")
     group.add_argument("--max-tokens", type=int, default=64)
+    group.add_argument("--min-tokens", type=int, default=0)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the answer; may be given several times")
+    group.add_argument("--stop-token-ids", action="append", type=int, metavar="ID", help="likewise")
+    group.add_argument("--include-stop-str-in-output", action="store_true", help="keep what ended the answer")
     group.add_argument("--ignore-eos", action="store_true")
+    group.add_argument("--logit-bias", action="append", type=_bias, metavar="ID=BIAS", help="added to a token's logit")
+    group.add_argument("--allowed-token-ids", action="append", type=int, metavar="ID", help="the only ones to be drawn")
+    group.add_argument("--bad-words", action="append", metavar="TEXT", help="a text that must not appear")
+    group.add_argument("--skip-special-tokens", action=argparse.BooleanOptionalAction, default=True)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition("=")
+    return int(token_id), float(bias)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from minivllm.clock import Clock, WallClock
 from minivllm.config import EngineConfig, check_int
+from minivllm.detokenizer import Detokenizer
 from minivllm.kv_cache import PrefixCacheStats
 from minivllm.prompts import Prompt, check_prompt, parse_prompt
-from minivllm.request import Request, RequestOutput, SamplingParams, check_number
+from minivllm.request import Request, RequestOutput
 from minivllm.sampler import derive_seed
+from minivllm.sampling_params import SamplingParams, check_number
 from minivllm.scheduler import RunnerOutput, Scheduler, SchedulerOutput
 from minivllm.submission import OUTPUT_KINDS, OutputKind, Submission
 from minivllm.tokenizer import encode
@@ -138,7 +140,8 @@ class LLMEngine:
             sampling_params: None means `SamplingParams()`.
             arrival_time: in seconds on the engine's clock; None is now.
             priority: under the priority policy, lower goes first; None takes the prompt's, or 0.
-            output_kind: "cumulative" gives all tokens so far in every step, "final_only" gives the finished answer.
+            output_kind: "cumulative" gives all tokens so far in every step, "delta" those that are new, "final_only"
+                the finished answer.
 
         Raises:
             ValueError: a prompt that the model or the memory can't take, a name that is in use, or a priority
@@ -244,6 +247,7 @@ class LLMEngine:
                 "which does not look at it: build the engine with scheduling_policy='priority'"
             )
         check_prompt(token_ids, self.limits.vocab_size, self.limits.max_model_len)
+        bad_words = self._check_params(params)
         longest = self.limits.max_model_len
         if params.max_tokens is None:
             longest = min(longest, self._max_slots + 1)
@@ -255,12 +259,40 @@ class LLMEngine:
             prompt_token_ids=token_ids,
             params=params,
             max_num_tokens=longest,
-            stop_token_ids=frozenset() if params.ignore_eos else self.limits.eos_token_ids,
+            eos_token_ids=frozenset() if params.ignore_eos else self.limits.eos_token_ids,
+            bad_words=bad_words,
             priority=int(priority),
             cache_salt=salt,
             num_samples=params.n,
         )
+        if self.tokenizer is not None and (params.stop or output_kind != "final_only"):
+            request.detokenizer = Detokenizer.of(self.tokenizer, params)
         return Submission(text, request, output_kind)
+
+    def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Checks what depends on the model. Returns the tokens of the bad words."""
+        vocab_size = self.limits.vocab_size
+        for name, token_id in params.token_ids:
+            if token_id >= vocab_size:
+                raise ValueError(
+                    f"{name} has the token id {token_id}, which is out of the vocabulary of {vocab_size} (0 to "
+                    f"{vocab_size - 1})"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab_size:
+                raise ValueError(
+                    f"{name} is {getattr(params, name)} and the vocabulary has {vocab_size} tokens: ask for at most "
+                    "so many, or for all with -1"
+                )
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            raise ValueError("stop and bad_words are texts, and this engine has no tokenizer: give stop_token_ids")
+        if not params.bad_words:
+            return ()
+        assert self.tokenizer is not None
+        # As texts are tokenised at their beginning, and behind a space.
+        written = [form for word in params.bad_words for form in (word.lstrip() or word, f" {word.lstrip()}")]
+        words = (tuple(encode(self.tokenizer, form, add_special_tokens=False)) for form in written)
+        return tuple(dict.fromkeys(filter(None, words)))
 
     def submit(self, submission: Submission, arrival_time: float | None = None) -> None:
         """Hands in what `prepare` has checked; the second half of `add_request`, which raises what this raises."""

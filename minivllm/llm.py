@@ -9,6 +9,7 @@ import copy
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -20,14 +21,16 @@ from minivllm.backends import fast_decoder
 from minivllm.cache_size import KVCacheSize, choose_cache_size
 from minivllm.config import EngineConfig
 from minivllm.device import resolve_device, resolve_dtype
-from minivllm.engine import LLMEngine, ModelLimits, Submission
+from minivllm.engine import LLMEngine, ModelLimits
 from minivllm.kv_cache import ContiguousKVCache, KVCacheManager, PagedKVCache
 from minivllm.model.hub import resolve_model
 from minivllm.model.weights import load_config, load_decoder
 from minivllm.prompts import Prompt, as_prompt_list
-from minivllm.request import RequestOutput, SamplingParams
+from minivllm.request import RequestOutput
 from minivllm.runner import ModelRunner, profile_pass
+from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
+from minivllm.submission import OutputKind, Submission
 from minivllm.tokenizer import Message, encode, load_tokenizer, read_eos_token_ids, render_chat
 from minivllm.trace import Trace
 
@@ -127,6 +130,58 @@ class LLM:
             prompts = [{"prompt_token_ids": tokens, "cache_salt": cache_salt} for tokens in ids]
         outputs = self._run(prompts, sampling_params, use_tqdm)
         return [replace(output, prompt=text) for output, text in zip(outputs, texts, strict=True)]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Continues one prompt, and gives its text piece by piece as it becomes certain.
+
+        Joined, the pieces are what `generate` returns. Who stops reading ends the request.
+
+        Args:
+            prompt: as in `generate`, one of them.
+            sampling_params: None means `SamplingParams()`; with n=1.
+
+        Raises:
+            ValueError: as in `generate`, at once; n above 1.
+            RuntimeError: while it is read: the request failed on the way.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        prompts = as_prompt_list(prompt)
+        if len(prompts) != 1:
+            raise ValueError(f"stream takes one prompt, got {len(prompts)}: use generate() for several")
+        if isinstance(params, SamplingParams) and params.n != 1:
+            raise ValueError(f"n is {params.n}, and stream gives the text of one answer: use generate()")
+        [submission] = self._prepare(prompts, _one_per_prompt(params, 1), "delta")
+        return self._stream(submission)
+
+    def _stream(self, submission: Submission) -> Iterator[str]:
+        name, outputs, ended = submission.request.request_id, deque[RequestOutput](), False
+
+        def deliver(output: RequestOutput) -> None:
+            outputs.append(output)
+            if output.finished:
+                self._finished[name] = output
+
+        submission.deliver = deliver
+        self.engine.submit(submission)
+        try:
+            while not ended:
+                while outputs:
+                    output = outputs.popleft()
+                    ended = output.finished
+                    for answer in output.outputs:
+                        if answer.finish_reason == "error":
+                            raise RuntimeError(f"the request failed: {answer.stop_reason}")
+                        if answer.text:
+                            yield answer.text
+                if not ended:
+                    self._step([name])
+        finally:
+            submission.deliver = _nobody
+            if not ended:
+                self.engine.abort_request(name)
+                with contextlib.suppress(Exception):
+                    self._step([name])
+            self._finished.pop(name, None)
 
     def reconfigure(self, **fields: Any) -> "LLM":
         """A new `LLM` with some options changed, on the same weights and tokenizer, with a cache of its own.
@@ -251,13 +306,15 @@ class LLM:
             if answer.finish_reason == "error":
                 logger.warning("request %s failed: %s", output.request_id, answer.stop_reason)
 
-    def _prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Submission]:
+    def _prepare(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], output_kind: OutputKind = "final_only"
+    ) -> list[Submission]:
         """Checks all prompts, and gives them names that nobody uses."""
         free = (name for name in map("#{}".format, self._request_numbers) if not self.engine.is_unfinished(name))
         submissions = []
         for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             try:
-                submissions.append(self.engine.prepare(next(free), prompt, p, output_kind="final_only"))
+                submissions.append(self.engine.prepare(next(free), prompt, p, output_kind=output_kind))
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from None
             submissions[-1].deliver = self._deliver

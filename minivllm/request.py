@@ -1,89 +1,33 @@
-"""A request: how its tokens are chosen, its life in the engine, and what comes out of it.
+"""A request: its life in the engine, and what comes out of it.
 
-Knows nothing of tensors or memory. Names are vLLM's. Parameters are checked here, at the door, so that no
-later stage has to ask whether a value makes sense.
+Knows nothing of tensors or memory. Names are vLLM's.
 """
 
-import contextlib
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
-from numbers import Real
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
-from minivllm.config import check_int
+from minivllm.detokenizer import Detokenizer
+from minivllm.sampling_params import MAX_SEED, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-MAX_SEED = 2**64 - 1
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
-
-    Order of operations: temperature, min-p, top-k, then top-p among what is left, then one draw.
+class TokenLogprobs(NamedTuple):
+    """How likely a token was where it stands.
 
     Attributes:
-        n: answers to make from one prompt, which is computed and stored once. Above 1 only with a temperature:
-            greedy answers would all be the same.
-        temperature: 0 is greedy (the likeliest token; the lowest id among equals); below 1e-5 too.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches top_p, in (0, 1]; the
-            token that crosses the limit is kept. 1 keeps all.
-        top_k: keep the k likeliest tokens; 0 and -1 keep all, as does any number from the vocabulary up.
-        min_p: keep the tokens that are at least min_p times as likely as the likeliest, in [0, 1]; 0 keeps all.
-        seed: the request's own random stream; answer i of n draws with seed + i. None lets the engine's seed
-            decide.
-        max_tokens: most tokens to generate; None means as many as the model's length and the memory allow. A
-            request also ends ("length") when prompt and output together reach max_model_len.
-        ignore_eos: go on after an end-of-sequence token.
-        skip_reading_prefix_cache: compute the whole prompt, whatever of it is in the prefix cache.
-
-    Raises:
-        ValueError: a field has the wrong type or is out of range; the message names field and value.
+        token_id: the token.
+        logprob: natural logarithm of its probability, by the model's own logits.
+        rank: its place among all tokens; 1 is the likeliest.
+        top: the likeliest tokens and theirs, from the likeliest down.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    ignore_eos: bool = False
-    skip_reading_prefix_cache: bool = False
-
-    def __post_init__(self) -> None:
-        check_int("n", self.n, minimum=1)
-        check_number("temperature", self.temperature)
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0 (0 is greedy), got {self.temperature}")
-        check_number("top_p", self.top_p)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        check_int("top_k", self.top_k, minimum=-1)
-        check_number("min_p", self.min_p)
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be at least 0 and at most 1, got {self.min_p}")
-        if self.seed is not None:
-            check_int("seed", self.seed, minimum=0, maximum=MAX_SEED)
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, minimum=1)
-        for name in ("ignore_eos", "skip_reading_prefix_cache"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("n", "top_k", "seed", "max_tokens"):  # numpy's integers overflow
-            value = getattr(self, name)
-            object.__setattr__(self, name, value if value is None else int(value))
-        for name in ("temperature", "top_p", "min_p"):
-            object.__setattr__(self, name, float(getattr(self, name)))
-        if self.n > 1 and self.greedy:
-            raise ValueError(f"n is {self.n} and the temperature {self.temperature}: greedy answers are all the same")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken and no random number is drawn."""
-        return self.temperature < 1e-5
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class RequestStatus(Enum):
@@ -124,7 +68,9 @@ class Request:
         params: how tokens are chosen.
         max_num_tokens: most tokens it can come to, prompt and output.
         seed: of its random stream.
-        stop_token_ids: tokens that end it.
+        eos_token_ids: end-of-sequence tokens that end it.
+        bad_words: the tokens of texts that must not appear.
+        detokenizer: reads its tokens as they come, where somebody looks at its text before it ends.
         arrival_time: when it came, in seconds on the engine's clock.
         priority: under the priority policy, lower goes first.
         cache_salt: only requests with the same salt find each other's blocks in the prefix cache; None is one too.
@@ -138,7 +84,9 @@ class Request:
         num_cached_tokens: prompt tokens that were found in the cache instead of computed, when it was first admitted.
         num_found_tokens: tokens that were found when it was admitted last.
         num_preemptions: how often it lost its memory and had to start again.
-        stop_reason: for an error, what went wrong.
+        stop_reason: the stop string or the token of stop_token_ids that ended it; for an error, what went wrong.
+        logprobs: of the tokens of its answer, if it asks for them.
+        prompt_logprobs: of those of its prompt but the first, likewise.
     """
 
     request_id: str
@@ -146,7 +94,9 @@ class Request:
     params: SamplingParams
     max_num_tokens: int
     seed: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    detokenizer: Detokenizer | None = None
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
@@ -166,6 +116,8 @@ class Request:
     first_token_time: float | None = None
     finished_time: float | None = None
     stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -179,13 +131,44 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Whether it computes all its tokens, whatever of them could be found."""
-        return self.params.skip_reading_prefix_cache
+        """Whether it computes all its tokens, whatever of them could be found: what is found has no logits."""
+        return self.params.skip_reading_prefix_cache or self.params.prompt_logprobs is not None
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """All tokens that end it."""
+        return self.eos_token_ids.union(self.params.stop_token_ids or ())
 
     @property
     def output_token_ids(self) -> list[int]:
         """The tokens after the prompt."""
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return self.num_tokens - len(self.prompt_token_ids)
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
+        """Adds a token to the answer.
+
+        Returns:
+            Whether it ends there: at an end of sequence, a stop token or a stop string.
+        """
+        self.token_ids.append(token_id)
+        self.num_tokens += 1
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        ended = False
+        if self.num_output_tokens > self.params.min_tokens or not self.params.min_tokens:
+            ended = token_id in self.eos_token_ids
+            if not ended and token_id in (self.params.stop_token_ids or ()):
+                ended, self.stop_reason = True, token_id
+        if self.detokenizer is not None and (not ended or self.params.include_stop_str_in_output):
+            stop = self.detokenizer.append(token_id)
+            if stop is not None and not ended:
+                ended, self.stop_reason = True, stop
+        return ended
 
     def branch(self, index: int) -> "Request":
         """Answer `index` of the same prompt, of which everything is computed and nothing put out."""
@@ -195,7 +178,9 @@ class Request:
             params=self.params,
             max_num_tokens=self.max_num_tokens,
             seed=(self.seed + index) & MAX_SEED,
-            stop_token_ids=self.stop_token_ids,
+            eos_token_ids=self.eos_token_ids,
+            bad_words=self.bad_words,
+            detokenizer=self.detokenizer and self.detokenizer.empty(),
             arrival_time=self.arrival_time,
             priority=self.priority,
             cache_salt=self.cache_salt,
@@ -233,16 +218,36 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
+class Logprob(NamedTuple):
+    """How likely a token was where it, or another one, stands.
+
+    Attributes:
+        logprob: natural logarithm of its probability, by the model's own logits.
+        rank: its place among all tokens; 1 is the likeliest.
+        decoded_token: its text; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+Logprobs = dict[int, Logprob]  # of one position: the token that stands there first, then the likeliest
+
+
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer.
+    """One answer, or what is new of it ("delta").
 
     Attributes:
         index: which of n it is.
-        text: its text; special tokens are left out.
+        text: its text; a stop string or token that ended it is left out, unless include_stop_str_in_output.
         token_ids: its tokens, the one that ended it included.
-        finish_reason: "stop" (end of sequence), "length", "abort" or "error"; None while it goes on.
-        stop_reason: None when the end-of-sequence token or the length ended it; for an error, what went wrong.
+        finish_reason: "stop" (end of sequence, a stop string or token), "length", "abort" or "error"; None while it
+            goes on.
+        stop_reason: the stop string, or the token of stop_token_ids, that ended it; None when the end-of-sequence token
+            or the length did; for an error, what went wrong.
+        logprobs: of its tokens, if asked for.
     """
 
     index: int
@@ -250,6 +255,14 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
+    logprobs: list[Logprobs] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The log-probability of all its tokens; None where logprobs were not asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(entry[token].logprob for entry, token in zip(self.logprobs, self.token_ids, strict=True))
 
 
 @dataclass(frozen=True)
@@ -260,10 +273,11 @@ class RequestOutput:
         request_id: its name.
         prompt: its text; None when it came as token ids.
         prompt_token_ids: its tokens.
-        outputs: its answers, n of them once the first token is there.
+        outputs: its answers, n of them once the first token is there; as "delta" those of which something is new.
         finished: whether all answers have ended.
         num_cached_tokens: prompt tokens that were found in the cache instead of computed.
         metrics: when what happened.
+        prompt_logprobs: of the prompt's tokens, None for the first, if asked for.
     """
 
     request_id: str
@@ -273,11 +287,4 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
-
-
-def check_number(name: str, value: Any) -> None:
-    """Raises ValueError unless `value` is a finite real number (numpy's too, not a bool)."""
-    with contextlib.suppress(OverflowError):  # an integer beyond all floats
-        if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value):
-            return
-    raise ValueError(f"{name} must be a finite number, got {value!r}")
+    prompt_logprobs: list[Logprobs | None] | None = None

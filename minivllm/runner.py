@@ -5,7 +5,7 @@ a plan holds only what is new. All requests of a step run in one pass, whatever 
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,11 +14,14 @@ from torch import Tensor
 from minivllm.backends import start_attention
 from minivllm.config import EngineConfig
 from minivllm.device import on_device, to_device
+from minivllm.logits import changes_logits, process_logits
+from minivllm.logprobs import SLICE, token_logprobs
 from minivllm.model.attention import KVCache
 from minivllm.model.decoder import Decoder
 from minivllm.model.inputs import PassInputs, PassRow
-from minivllm.request import MAX_SEED, SamplingParams
+from minivllm.request import TokenLogprobs
 from minivllm.sampler import Sampler
+from minivllm.sampling_params import MAX_SEED, SamplingParams
 from minivllm.scheduler.plan import NewRequest, RunnerOutput, SchedulerOutput
 
 
@@ -33,6 +36,8 @@ class RequestRow:
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
+    stop_token_ids: frozenset[int]
+    bad_words: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, new: NewRequest) -> "RequestRow":
@@ -45,6 +50,8 @@ class RequestRow:
             num_prompt_tokens=new.num_prompt_tokens,
             params=new.params,
             seed=new.seed,
+            stop_token_ids=new.stop_token_ids,
+            bad_words=new.bad_words,
         )
 
 
@@ -65,6 +72,23 @@ class ScheduledRow:
     end: int
     num_samples: int
     rerun: bool
+
+
+@dataclass(slots=True)
+class RowResult:
+    """What came of a row.
+
+    Attributes:
+        tokens: drawn from its last logits.
+        logprobs: of these.
+        prompt_logprobs: of its prompt's tokens behind those that were computed.
+        problem: why nothing of it counts.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    problem: str = ""
 
 
 class ModelRunner:
@@ -133,9 +157,9 @@ class ModelRunner:
 
     def _run_or_split(self, scheduled: list[ScheduledRow], output: RunnerOutput) -> None:
         """Runs rows together, or one by one if that raises: running a row again writes the same keys and values."""
-        problem, tokens_of_rows = "", list[list[int]]()
+        problem, results = "", list[RowResult]()
         try:
-            tokens_of_rows = self._run(scheduled)
+            results = self._run(scheduled)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"  # and not the error itself, which would keep its pass's memory
         if problem:
@@ -145,46 +169,81 @@ class ModelRunner:
             for item in scheduled:
                 self._run_or_split([item], output)
             return
-        for item, drawn in zip(scheduled, tokens_of_rows, strict=True):
+        for item, result in zip(scheduled, results, strict=True):
+            name = item.row.request_id
             item.row.num_computed_tokens = item.end
-            if min(drawn, default=0) < 0:
-                output.failed[item.row.request_id] = NOT_FINITE
-            elif drawn and not item.rerun:
-                output.sampled[item.row.request_id] = drawn
-                item.row.token_ids.append(drawn[0])
+            if result.problem:
+                output.failed[name] = result.problem
+                continue
+            if result.prompt_logprobs:
+                output.prompt_logprobs[name] = item.start + 1, result.prompt_logprobs
+            if result.tokens and not item.rerun:
+                output.sampled[name] = result.tokens
+                item.row.token_ids.append(result.tokens[0])
+                if result.logprobs:
+                    output.logprobs[name] = result.logprobs
 
-    def _run(self, scheduled: list[ScheduledRow]) -> list[list[int]]:
-        """One pass. Returns the drawn tokens of every row; -1 where what they come from was not finite.
+    def _run(self, scheduled: list[ScheduledRow]) -> list[RowResult]:
+        """One pass, and the tokens that are drawn from it.
 
-        The card is waited for once: where the drawn tokens come back.
+        The card is waited for once, where the drawn tokens come back, and once more for logprobs.
         """
         rows = [PassRow(item.row.token_ids, item.start, item.end, item.row.block_ids) for item in scheduled]
         metadata, input_ids, positions = self.inputs.pack(rows)
-        hidden = self.model(
-            input_ids, positions, self.attention(self.cache, metadata, self.model.config.sliding_window)
-        )
-        draws = [
-            (index, item.row, branch) for index, item in enumerate(scheduled) for branch in range(item.num_samples)
-        ]
-        results = [hidden.new_empty(0, dtype=torch.int64)]
+        attend = self.attention(self.cache, metadata, self.model.config.sliding_window)
+        hidden = self.model(input_ids, positions, attend)
+        draws = [(index, item, branch) for index, item in enumerate(scheduled) for branch in range(item.num_samples)]
+        ends = np.cumsum([item.end - item.start for item in scheduled])
+        results, tensors = [RowResult() for _ in scheduled], [hidden.new_empty(0, dtype=torch.int64)]
+        logits = hidden.new_empty(0, 1)
         if draws:
-            ends = np.cumsum([item.end - item.start for item in scheduled])
             last = to_device(ends[[index for index, _, _ in draws]] - 1, hidden.device)
-            results[0] = self.sampler(
-                self.model.compute_logits(hidden[last]),
-                params=[row.params for _, row, _ in draws],
-                seeds=[(row.seed + branch) & MAX_SEED for _, row, branch in draws],
-                output_indices=[len(row.token_ids) - row.num_prompt_tokens for _, row, _ in draws],
+            logits = self.model.compute_logits(hidden[last])
+            tensors[0] = self.sampler(
+                process_logits(logits, [item.row for _, item, _ in draws]),
+                params=[item.row.params for _, item, _ in draws],
+                seeds=[(item.row.seed + branch) & MAX_SEED for _, item, branch in draws],
+                output_indices=[len(item.row.token_ids) - item.row.num_prompt_tokens for _, item, _ in draws],
             )
         if metadata.max_query_len > 1 or not all(item.num_samples for item in scheduled):
-            results.append(_not_finite(hidden, metadata.query_start_loc[: len(rows) + 1]).to(torch.int64))
-        came_back = torch.cat(results).tolist()
-        drawn: list[list[int]] = [[] for _ in scheduled]
-        for index, broken in enumerate(came_back[len(draws) :]):
-            drawn[index] += [-1] * broken
-        for (index, _, _), token in zip(draws, came_back, strict=False):
-            drawn[index].append(token)
-        return drawn
+            tensors.append(_not_finite(hidden, metadata.query_start_loc[: len(rows) + 1]).to(torch.int64))
+        came_back = torch.cat(tensors).tolist()
+        for result, broken in zip(results, came_back[len(draws) :], strict=False):
+            result.problem = NOT_FINITE if broken else ""
+        for row, ((index, item, _), token) in enumerate(zip(draws, came_back, strict=False)):
+            results[index].tokens.append(token)
+            if token < 0:
+                left_nothing = changes_logits(item.row) and bool(logits[row].max().isfinite())
+                results[index].problem = NOTHING_LEFT if left_nothing else NOT_FINITE
+        self._add_logprobs(results, draws, logits)
+        for result, item, end in zip(results, scheduled, ends, strict=True):
+            if item.row.params.prompt_logprobs is not None and not result.problem:
+                self._add_prompt_logprobs(result, item, hidden[end - (item.end - item.start) : end])
+        return results
+
+    def _add_logprobs(
+        self, results: list[RowResult], draws: list[tuple[int, ScheduledRow, int]], logits: Tensor
+    ) -> None:
+        """Adds those of drawn tokens, for rows that ask."""
+        asked = [
+            row
+            for row, (index, item, _) in enumerate(draws)
+            if item.row.params.logprobs is not None and not results[index].problem
+        ]
+        if asked:
+            tokens = [results[draws[row][0]].tokens[draws[row][2]] for row in asked]
+            counts = [draws[row][1].row.params.logprobs or 0 for row in asked]
+            for row, entry in zip(asked, token_logprobs(logits[asked], tokens, counts), strict=True):
+                results[draws[row][0]].logprobs.append(entry)
+
+    def _add_prompt_logprobs(self, result: RowResult, item: ScheduledRow, hidden: Tensor) -> None:
+        """Adds those of the prompt's tokens that follow on the computed ones, which are `[num_tokens, hidden_size]`."""
+        row, count = item.row, item.row.params.prompt_logprobs or 0
+        following = row.token_ids[item.start + 1 : min(item.end + 1, row.num_prompt_tokens)]
+        for begin in range(0, len(following), SLICE):
+            tokens = following[begin : begin + SLICE]
+            logits = self.model.compute_logits(hidden[begin : begin + len(tokens)])
+            result.prompt_logprobs += token_logprobs(logits, tokens, [count] * len(tokens))
 
 
 def _not_finite(hidden: Tensor, query_start_loc: Tensor) -> Tensor:
@@ -197,6 +256,11 @@ def _not_finite(hidden: Tensor, query_start_loc: Tensor) -> Tensor:
 NOT_FINITE = (
     "the model's logits are NaN or infinite: its weights are broken, or its numbers overflow in float16 (take "
     "bfloat16 or float32)"
+)
+
+
+NOTHING_LEFT = (
+    "no token may be drawn: allowed_token_ids, bad_words, min_tokens and the stop tokens leave none of the vocabulary"
 )
 
 

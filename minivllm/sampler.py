@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minivllm.device import to_device
-from minivllm.request import SamplingParams
+from minivllm.sampling_params import SamplingParams
 
 _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)

@@ -11,7 +11,7 @@ from minivllm.config import EngineConfig
 from minivllm.engine import LLMEngine, ModelLimits
 from minivllm.kv_cache import KVCacheManager
 from minivllm.llm import make_manager
-from minivllm.request import SamplingParams
+from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import ContinuousScheduler, RunnerOutput, Scheduler, SchedulerOutput, StaticScheduler
 
 VOCAB, EOS = 1000, 0

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -101,12 +102,39 @@ def spy(monkeypatch):
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_every_sampling_option_arrives_in_the_params(command, spy):
-    options = ["--n", "3", "--temperature", "0.7", "--top-p", "0.9", "--top-k", "11", "--min-p", "0.05"]
-    assert main([command, "hello", *options, "--sampling-seed", "5", "--max-tokens", "9", "--ignore-eos"]) == 0
+    given = {
+        "n": 3,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 11,
+        "min_p": 0.05,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "max_tokens": 9,
+        "min_tokens": 2,
+    }
+    options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    options += ["--sampling-seed", "5", "--ignore-eos", "--include-stop-str-in-output", "--no-skip-special-tokens"]
+    options += ["--stop", "a", "--stop", "b", "--stop-token-ids", "7", "--logit-bias", "3=-1.5", "--logit-bias", "4=2"]
+    options += ["--allowed-token-ids", "3", "--allowed-token-ids", "4", "--bad-words", "two words"]
+    assert main([command, "hello", *options]) == 0
     [(_, params)] = spy.calls
     assert params == SamplingParams(
-        n=3, temperature=0.7, top_p=0.9, top_k=11, min_p=0.05, seed=5, max_tokens=9, ignore_eos=True
+        **given,
+        seed=5,
+        ignore_eos=True,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        stop=["a", "b"],
+        stop_token_ids=[7],
+        logit_bias={3: -1.5, 4: 2},
+        allowed_token_ids=[3, 4],
+        bad_words=["two words"],
     )
+    not_here = {"seed", "logprobs", "prompt_logprobs", "skip_reading_prefix_cache"}
+    for field in fields(SamplingParams):
+        assert field.name in not_here or getattr(params, field.name) != getattr(SamplingParams(), field.name)
 
 
 def test_without_options_the_likeliest_64_tokens_are_asked_for(spy):

@@ -9,8 +9,8 @@ from minivllm.clock import VirtualClock
 from minivllm.config import EngineConfig
 from minivllm.engine import LLMEngine, ModelLimits
 from minivllm.kv_cache import ContiguousKVCache, PagedKVCache
-from minivllm.request import SamplingParams
 from minivllm.sampler import derive_seed
+from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import ContinuousScheduler, StaticScheduler
 from tests.fakes import EOS, VOCAB, FakeRunner, expected_output, make_engine, next_token, run_to_end
 from tests.scheduler.machine import ForgivingRows, World, random_act
@@ -697,7 +697,7 @@ def test_an_abort_of_what_is_no_name_and_no_list_is_refused():
         ({"priority": 2**63}, "priority must be at least .* and at most 9223372036854775807, got 9223372036854775808"),
         ({"arrival_time": "x"}, "arrival_time must be a finite number, got 'x'"),
         ({"arrival_time": float("nan")}, "arrival_time must be a finite number, got nan"),
-        ({"output_kind": "final"}, "output_kind must be one of cumulative, final_only, got 'final'"),
+        ({"output_kind": "final"}, "output_kind must be one of cumulative, delta, final_only, got 'final'"),
         ({"output_kind": None}, "output_kind must be one of"),
     ],
 )

@@ -13,8 +13,9 @@ from minivllm.kv_cache import PrefixCacheStats, block_hash
 from minivllm.kv_cache.block_hash import short_key
 from minivllm.kv_cache.block_pool import BlockPool, KVCacheBlock
 from minivllm.kv_cache.paged import PagedKVCache
-from minivllm.request import Request, SamplingParams
+from minivllm.request import Request
 from minivllm.runner import _not_finite
+from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler import Decision
 from minivllm.trace import request_times, summarize
 from tests.conftest import TINY

@@ -1,6 +1,7 @@
 """Everything a user can get wrong is refused at the door, with the name and the number."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,6 +37,36 @@ from minivllm.prompts import as_prompt_list, check_prompt, parse_prompt
         ("min_p", math.nan, "min_p must be a finite number, got nan"),
         ("n", 0, "n must be at least 1, got 0"),
         ("n", 2.0, "n must be an integer, got 2.0"),
+        ("n", None, "n must be an integer, got None"),
+        ("presence_penalty", 2.1, "presence_penalty must be at least -2 and at most 2, got 2.1"),
+        ("frequency_penalty", -2.5, "frequency_penalty must be at least -2 and at most 2, got -2.5"),
+        ("frequency_penalty", math.nan, "frequency_penalty must be a finite number, got nan"),
+        ("repetition_penalty", 0, "repetition_penalty must be above 0, got 0"),
+        ("repetition_penalty", -1, "repetition_penalty must be above 0, got -1"),
+        ("repetition_penalty", math.inf, "repetition_penalty must be a finite number, got inf"),
+        ("min_tokens", -1, "min_tokens must be at least 0, got -1"),
+        ("min_tokens", 17, "min_tokens is 17 and max_tokens 16: lower min_tokens"),
+        ("stop", "", "stop must hold texts that are not empty, got ''"),
+        ("stop", ["a", ""], "stop must hold texts that are not empty, got ''"),
+        ("stop", ["a", 3], "stop must hold texts that are not empty, got 3"),
+        ("stop", {"a": 1}, "stop must be a list of texts, got {'a': 1}"),
+        ("bad_words", "word", "bad_words must be a list of texts, got 'word'"),
+        ("bad_words", [""], "bad_words must hold texts that are not empty"),
+        ("stop_token_ids", [-5], "stop_token_ids must be at least 0, got -5"),
+        ("stop_token_ids", 7, "stop_token_ids must be a list of token ids, got 7"),
+        ("stop_token_ids", [True], "stop_token_ids must be an integer, got True"),
+        ("allowed_token_ids", [], "allowed_token_ids is empty: no token could be drawn; leave it None"),
+        ("allowed_token_ids", [1.5], "allowed_token_ids must be an integer, got 1.5"),
+        ("logit_bias", [1], "logit_bias must be a dict of token id to number"),
+        ("logit_bias", {"x": 1}, "a token id in logit_bias must be an integer, got 'x'"),
+        ("logit_bias", {-1: 1}, "a token id in logit_bias must be at least 0, got -1"),
+        ("logit_bias", {5: 101}, "logit_bias of token 5 must be at least -100 and at most 100, got 101"),
+        ("logit_bias", {5: math.nan}, "logit_bias of token 5 must be a finite number, got nan"),
+        ("logprobs", -2, "logprobs must be at least -1, got -2"),
+        ("logprobs", True, "logprobs must be an integer, got True"),
+        ("prompt_logprobs", 0.5, "prompt_logprobs must be an integer, got 0.5"),
+        ("skip_special_tokens", 0, "skip_special_tokens must be True or False, got 0"),
+        ("include_stop_str_in_output", None, "include_stop_str_in_output must be True or False, got None"),
     ],
 )
 def test_sampling_params_refuse_by_field_and_value(field, value, message):
@@ -53,6 +84,16 @@ def test_sampling_params_take_the_edges():
     SamplingParams(temperature=0, top_p=1, top_k=-1, seed=0, max_tokens=1)
     SamplingParams(temperature=np.float32(0.5), top_p=np.float64(0.5), top_k=np.int64(3), max_tokens=np.int32(4))
     SamplingParams(temperature=100, top_p=1e-9, top_k=10**9, seed=2**64 - 1, max_tokens=None)
+    SamplingParams(presence_penalty=-2, frequency_penalty=2, repetition_penalty=1e-3, min_tokens=16, logprobs=-1)
+    many = SamplingParams(
+        stop="a",
+        stop_token_ids=[3, np.int64(3)],
+        allowed_token_ids=(1, 2),
+        logit_bias={np.int64(5): 1},
+        bad_words=["b"],
+    )
+    assert (many.stop, many.stop_token_ids, many.logit_bias) == (("a",), (3,), {5: 1.0})
+    assert replace(many) == many and replace(SamplingParams()) == SamplingParams()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from minivllm.clock import VirtualClock
 from minivllm.config import EngineConfig, check_int
 from minivllm.engine import LLMEngine, ModelLimits
 from minivllm.llm import make_manager
-from minivllm.request import RequestOutput, SamplingParams, check_number
+from minivllm.request import RequestOutput
+from minivllm.sampling_params import SamplingParams, check_number
 from minivllm.scheduler import ContinuousScheduler, RunnerOutput, SchedulerOutput, StaticScheduler
 from minivllm.trace import Trace
 

@@ -12,7 +12,8 @@ from minivllm.lessons.checking import check, say
 from minivllm.lessons.cost import pass_cost
 from minivllm.lessons.kernel_exercises import check_merge, check_rows_of_tile, check_visible
 from minivllm.model.architecture import ModelConfig
-from minivllm.request import Request, SamplingParams
+from minivllm.request import Request
+from minivllm.sampling_params import SamplingParams
 
 __all__ = [
     "check_batch_at_ridge",

@@ -17,8 +17,8 @@ from minivllm.lessons.naive import Generation, PickTokens, Work, check_batch, gr
 from minivllm.model.attention import KVCache, PagedAttention
 from minivllm.model.decoder import Decoder
 from minivllm.model.inputs import PassRow, pack_rows
-from minivllm.request import SamplingParams
 from minivllm.sampler import Sampler
+from minivllm.sampling_params import SamplingParams
 
 
 @dataclass

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from minivllm.kv_cache.records import TableChange
-from minivllm.request import SamplingParams
+from minivllm.request import TokenLogprobs
+from minivllm.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class NewRequest:
         num_prompt_tokens: how many of the tokens are its prompt.
         index: which answer of its prompt it is.
         parent_id: the request that it branched off from.
+        stop_token_ids: tokens that end it.
+        bad_words: the tokens of texts that must not appear.
     """
 
     request_id: str
@@ -36,6 +39,8 @@ class NewRequest:
     num_prompt_tokens: int
     index: int = 0
     parent_id: str | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class Decision(NamedTuple):
@@ -105,8 +110,13 @@ class RunnerOutput:
         sampled: request to its new tokens, for those whose computed tokens caught up.
         failed: request to what went wrong with it; the others are unharmed.
         elapsed_s: how long the pass took (or, in a simulation, would take), in seconds.
+        logprobs: request to those of its new tokens, for those who asked.
+        prompt_logprobs: request to those of its prompt's tokens that this step computed: the position of the first, and
+            one for each.
     """
 
     sampled: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     elapsed_s: float = 0.0
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)

@@ -6,11 +6,12 @@ sampled. What differs between schedulers is who gets how many tokens, and who is
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
 from minivllm.config import EngineConfig
 from minivllm.kv_cache import KVCacheManager
-from minivllm.request import Request, RequestStatus, branch_id
+from minivllm.request import Request, RequestStatus, TokenLogprobs, branch_id
 from minivllm.scheduler.plan import Decision, NewRequest, RunnerOutput, SchedulerOutput
 from minivllm.scheduler.queue import FCFSQueue, PriorityQueue, RequestQueue, rank
 
@@ -135,13 +136,17 @@ class Scheduler(ABC):
             request.num_computed_tokens = end = before + count
             if end // size > before // size:
                 self.manager.commit(request, before)
+            if request.request_id in result.prompt_logprobs:
+                position, entries = result.prompt_logprobs[request.request_id]
+                request.prompt_logprobs[position - 1 :] = entries
             tokens = sampled.get(request.request_id)
             if tokens is None:
                 continue
+            logprobs: Sequence[TokenLogprobs | None] = result.logprobs.get(request.request_id) or [None] * len(tokens)
             if request.num_samples > 1:
-                touched += self._branch_off(request, tokens, now)
+                touched += self._branch_off(request, tokens, logprobs, now)
             touched.append(request)
-            self._append(request, tokens[0], now)
+            self._append(request, tokens[0], logprobs[0], now)
         self._in_flight, self._ended = [], []
         self.step += 1
         return touched
@@ -158,18 +163,18 @@ class Scheduler(ABC):
         self.manager.take_copies()
         self.manager.take_changes()
 
-    def _append(self, request: Request, token: int, now: float) -> None:
-        """Adds a token, and ends the request if it was its last. End of sequence beats length."""
-        request.token_ids.append(token)
-        request.num_tokens += 1
+    def _append(self, request: Request, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """Adds a token, and ends the request if it was its last. A stop beats length."""
         if request.first_token_time is None:
             request.first_token_time = now
-        if token in request.stop_token_ids:
+        if request.append(token, logprobs):
             self._finish(request, RequestStatus.FINISHED_STOPPED, now)
         elif request.num_tokens >= request.max_num_tokens:
             self._finish(request, RequestStatus.FINISHED_LENGTH_CAPPED, now)
 
-    def _branch_off(self, request: Request, tokens: list[int], now: float) -> list[Request]:
+    def _branch_off(
+        self, request: Request, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], now: float
+    ) -> list[Request]:
         """Makes requests of the answers beyond the first; they share the memory of the prompt.
 
         They stand directly behind their parent, before anybody who came later. Where memory can't fork them they
@@ -187,7 +192,7 @@ class Scheduler(ABC):
             child.num_computed_tokens = 0
             self.waiting.put_back(child)
         for child in children:
-            self._append(child, tokens[child.index], now)
+            self._append(child, tokens[child.index], logprobs[child.index], now)
         return children
 
     def _finish(self, request: Request, status: RequestStatus, now: float) -> None:
@@ -312,4 +317,6 @@ class Scheduler(ABC):
             num_prompt_tokens=request.num_prompt_tokens,
             index=request.index,
             parent_id=request.parent_id,
+            stop_token_ids=request.stop_token_ids,
+            bad_words=request.bad_words,
         )

@@ -14,7 +14,7 @@ import urllib.request
 import nbformat
 import pytest
 
-from minivllm.request import SamplingParams
+from minivllm.sampling_params import SamplingParams
 from minivllm.viz import export_html, narrate
 from tests.fakes import make_engine, run_to_end, sample_trace
 from tests.viz.shared import shared_trace

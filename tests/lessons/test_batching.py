@@ -7,7 +7,7 @@ import pytest
 from minivllm.engine import ModelLimits
 from minivllm.kv_cache import ContiguousKVCache, PagedKVCache
 from minivllm.lessons.batching import Arrival, model_free_engine, serve, spread_lengths
-from minivllm.request import SamplingParams
+from minivllm.sampling_params import SamplingParams
 from tests.fakes import run_to_end
 
 

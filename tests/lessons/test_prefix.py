@@ -7,7 +7,8 @@ import pytest
 from minivllm.lessons.batching import Arrival, model_free_engine, serve
 from minivllm.lessons.prefix import ParentlessHasher, shared_prefix_workload, without_parents
 from minivllm.lessons.radix import RadixCache
-from minivllm.request import Request, SamplingParams
+from minivllm.request import Request
+from minivllm.sampling_params import SamplingParams
 
 
 def longest_common(sequences, sequence):

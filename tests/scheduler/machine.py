@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from minivllm.engine import ModelLimits
 from minivllm.kv_cache import PagedKVCache, PrefixCacheStats
 from minivllm.kv_cache.block_hash import short_key
-from minivllm.request import Request, RequestStatus, SamplingParams, branch_id
+from minivllm.request import Request, RequestStatus, branch_id
+from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler.invariants import check_plan
 from minivllm.trace import Trace
 from tests.fakes import VOCAB, FakeRunner, expected_output, make_engine, make_scheduler
@@ -306,7 +307,7 @@ class Loop:
         prompt = [1 + (ord(name[-1]) * 31 + place) % (VOCAB - 1) for place in range(length)]
         params = SamplingParams(n=n, max_tokens=max_tokens)
         request = Request(name, prompt, params, length + max_tokens, num_samples=n, priority=priority)
-        request.arrival_time, request.stop_token_ids = arrival_time, frozenset(stop)
+        request.arrival_time, request.eos_token_ids = arrival_time, frozenset(stop)
         self.scheduler.add(request)
         return request
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from minivllm.request import Request, SamplingParams
+from minivllm.request import Request
+from minivllm.sampling_params import SamplingParams
 from minivllm.scheduler.queue import FCFSQueue, PriorityQueue, rank
 from tests.scheduler.machine import names
 

@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from minivllm.request import SamplingParams
+from minivllm.sampling_params import SamplingParams
 from minivllm.trace import summarize
 from minivllm.trace.perfetto import ENGINE, REQUESTS, STEPS, trace_events
 from tests.fakes import make_engine, run_to_end, sample_trace

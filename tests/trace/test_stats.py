@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from minivllm.request import SamplingParams
+from minivllm.sampling_params import SamplingParams
 from minivllm.trace import memory_events, request_times, summarize, token_gaps
 from minivllm.viz.memory import replay
 from tests import fakes

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from minivllm.request import SamplingParams
+from minivllm.sampling_params import SamplingParams
 from minivllm.trace import Trace
 from tests.fakes import make_engine, run_to_end, sample_trace
 from tests.scheduler.machine import World, compare, random_act

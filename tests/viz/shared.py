@@ -1,6 +1,6 @@
 """A small trace of requests that share a beginning, in a pool so small that something is evicted."""
 
-from minivllm.request import SamplingParams
+from minivllm.sampling_params import SamplingParams
 from tests.fakes import make_engine
 
 BEGINNING = list(range(1, 33))  # four blocks of 8

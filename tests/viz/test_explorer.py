@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.request import SamplingParams
+from minivllm.sampling_params import SamplingParams
 from minivllm.trace import Trace
 from minivllm.viz import Explorer, export_html, narrate, view
 from minivllm.viz.style import request_color

@@ -5,7 +5,7 @@ import pytest
 
 from minivllm import viz
 from minivllm.lessons.prefix import ParentlessHasher
-from minivllm.request import SamplingParams
+from minivllm.sampling_params import SamplingParams
 from minivllm.trace import Trace, summarize
 from minivllm.viz.cache_tree import build, walk
 from minivllm.viz.prefix_cache import Lookup, lookups

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minivllm.request import SamplingParams
+from minivllm.sampling_params import SamplingParams
 from minivllm.trace import RequestState, TraceState
 from minivllm.viz import explain, narrate
 from minivllm.viz.wording import listed

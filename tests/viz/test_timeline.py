@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from minivllm import viz
-from minivllm.request import SamplingParams
+from minivllm.sampling_params import SamplingParams
 from minivllm.trace import memory_events, summarize
 from tests.fakes import make_engine, sample_trace
 
