@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -36,6 +36,7 @@ class AsyncLLM:
     Attributes:
         llm: what it was built from: its model, tokenizer and engine. Only `engine.abort_request` may be called while
             requests are running.
+        on_death: called once, in the engine's thread, when it ends.
     """
 
     def __init__(self, model: str | os.PathLike[str] = "smollm2-135m", **fields: Any) -> None:
@@ -57,6 +58,7 @@ class AsyncLLM:
         self._wake, self._closing = threading.Condition(), False
         self._error: EngineDeadError | None = None
         self._numbers = count()
+        self.on_death: Callable[[], None] = lambda: None
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="minivllm engine", daemon=True)
         self._thread.start()
@@ -133,6 +135,11 @@ class AsyncLLM:
             self._wake.notify()
 
     @property
+    def broken(self) -> bool:
+        """Whether the engine has broken down, and was not shut down."""
+        return self._error is not None and self._error.__cause__ is not None
+
+    @property
     def stalled_s(self) -> float:
         """For how long the step that is being made has been going on, in seconds; 0 between steps."""
         began = self._step_began
@@ -198,6 +205,7 @@ class AsyncLLM:
             for loop, queue in self._streams.values():
                 self._collect(loop, queue, EngineDeadError(str(error)))
         self._hand_over()
+        self.on_death()
 
 
 def _put(items: list[tuple[Queue, RequestOutput | Exception]]) -> None:

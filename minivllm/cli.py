@@ -1,4 +1,4 @@
-"""The command line: `minivllm generate`, `minivllm chat`, `minivllm model fetch`.
+"""The command line: `minivllm generate`, `minivllm chat`, `minivllm serve`, `minivllm model fetch`.
 
 The options of an engine are the fields of `EngineConfig`, with vLLM's flag names. A mistake ends in one
 sentence and exit code 2.
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `minivllm`; None takes them from the command line.
 
     Returns:
-        The exit code: 0, or 2 for a user's mistake, or 130 after Ctrl-C.
+        The exit code: 0, or 1 if the engine of a server broke down, 2 for a user's mistake, or 130 after Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character must not lose the answer
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     args = build_parser().parse_args(argv)
     try:
-        args.run(args)
+        code = args.run(args)
         sys.stdout.flush()
     except ValueError as error:
         print(f"minivllm: {error}", file=sys.stderr)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("minivllm: interrupted", file=sys.stderr)
         return 130
-    return 0
+    return code or 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,6 +64,20 @@ def build_parser() -> argparse.ArgumentParser:
     _add_engine_options(chat)
     _add_sampling_options(chat)
     chat.set_defaults(run=run_chat)
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP, as OpenAI does", allow_abbrev=False)
+    serve.add_argument("served", nargs="?", metavar="MODEL", help="alias, folder or hub id")
+    group = serve.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all of this machine's")
+    group.add_argument("--port", type=int, default=8000)
+    group.add_argument("--served-model-name", help="how clients call it (default: MODEL as given)")
+    group.add_argument("--api-key", action="append", default=[], help="a key that clients must send; may be repeated")
+    group.add_argument("--max-body-bytes", type=int, default=16 * 2**20, help="longest body of a request")
+    group.add_argument("--max-answers", type=int, default=256, help="most answers of a request: prompts times n")
+    group.add_argument("--shutdown-timeout", type=int, default=30, help="seconds that running requests have at the end")
+    group.add_argument("--log-requests", action=argparse.BooleanOptionalAction, default=True)
+    _add_engine_options(serve)
+    serve.set_defaults(run=run_serve)
 
     model = commands.add_parser("model", help="manage models").add_subparsers(required=True, metavar="ACTION")
     fetch = model.add_parser("fetch", help="fetch a model, so that later runs need no network")
@@ -88,6 +102,25 @@ def run_chat(args: argparse.Namespace) -> None:
     [output] = llm.chat([*system, {"role": "user", "content": args.message}], params, use_tqdm=False)
     for answer in output.outputs:
         print(answer.text)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Serves until it is told to end."""
+    from minivllm import AsyncLLM
+    from minivllm.server.app import ServerOptions
+    from minivllm.server.serve import ServeOptions, serve
+
+    if args.served is not None:
+        args.model = args.served
+    for key in args.api_key:
+        if not key:
+            raise ValueError("--api-key is empty: give a key, or leave it out")
+    options = ServerOptions(
+        args.served_model_name or args.model, tuple(args.api_key), args.max_body_bytes, args.max_answers
+    )
+    llm = AsyncLLM(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)})
+    where = ServeOptions(args.host, args.port, options, args.shutdown_timeout, args.log_requests)
+    return serve(llm, where)
 
 
 def run_fetch(args: argparse.Namespace) -> None:

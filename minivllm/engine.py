@@ -6,7 +6,7 @@ only queued, and the loop applies them between two steps, so that everything els
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from minivllm.prompts import Prompt, check_prompt, parse_prompt
 from minivllm.request import Request, RequestOutput
 from minivllm.sampler import derive_seed
 from minivllm.sampling_params import SamplingParams, check_number
-from minivllm.scheduler import RunnerOutput, Scheduler, SchedulerOutput
+from minivllm.scheduler import Decision, RunnerOutput, Scheduler, SchedulerOutput
 from minivllm.submission import OUTPUT_KINDS, OutputKind, Submission
 from minivllm.tokenizer import encode
 from minivllm.trace import Recorder, Trace
@@ -35,6 +35,13 @@ class Runner(Protocol):
 
     def execute(self, plan: SchedulerOutput) -> RunnerOutput:
         """Computes what the plan asks for. A request that can't be computed is reported in `failed`."""
+
+
+class Observer(Protocol):
+    """Whoever wants to know what each step did, in the thread that makes it."""
+
+    def observe(self, plan: SchedulerOutput, touched: list[Request], start: float, end: float) -> None:
+        """A step has been made: its plan, the requests that got a token or ended, and when it began and ended."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,12 @@ class LLMEngine:
         scheduler: who runs when; its `manager` knows who owns which slot.
         runner: turns a plan into tokens.
         clock: what all times are read from.
+        observer: is told of every step, if there is one.
+        last_decisions: of the last step's plan.
     """
+
+    observer: Observer | None = None
+    last_decisions: Sequence[Decision] = ()
 
     def __init__(
         self,
@@ -113,13 +125,15 @@ class LLMEngine:
                 result = self.runner.execute(plan)
                 self.clock.advance(result.elapsed_s)
                 self._take_in()  # who was aborted meanwhile gets no token any more
-                end = self.clock.now()
+                self.last_decisions, end = plan.decisions, self.clock.now()
                 self._touched += self.scheduler.update(plan, result, end)
             except BaseException:
                 self.scheduler.cancel(plan)
                 raise
             if self._recorder is not None:
                 self._recorder.record(plan, self._touched, start, end)
+            if self.observer is not None:
+                self.observer.observe(plan, self._touched, start, end)
             return self._outputs()
 
     def add_request(

@@ -210,7 +210,10 @@ def test_the_options_of_an_engine_work(tiny_folder, capsys):  # noqa: F811
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-@pytest.mark.parametrize("arguments", [[], ["serve"], ["generate"], ["model"], ["generate", "x", "--dtype", "int4"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["bench"], ["serve", "--prot", "1"], ["generate"], ["model"], ["generate", "x", "--dtype", "int4"]],
+)
 def test_an_unknown_command_or_option_shows_the_usage(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)

@@ -1,0 +1,238 @@
+"""What goes out: the engine's outputs as OpenAI's objects, whole or piece by piece.
+
+Rules of a stream, each of which some client needs: one line of JSON per event; a chunk for every token, also where its
+text is still empty; the role together with the first token and in a chunk of its own; `finish_reason` on the last
+token's chunk; usage, if asked for, behind all choices in a chunk without any; then `[DONE]`.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from minivllm.request import CompletionOutput, Logprobs, RequestOutput
+from minivllm.server.protocol import ChatCompletionRequest, CompletionRequest, Generation
+
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass
+class Reply:
+    """One response: its name and time, which all its parts share, and what has been said of it.
+
+    Attributes:
+        body: what was asked.
+        model: the name to say.
+        tokenizer: for the bytes and texts of logprobs.
+        id: its name.
+        created: when, in seconds since 1970.
+        prompt_tokens: of all prompts.
+        cached_tokens: of these, found in the cache.
+        completion_tokens: of all answers so far.
+    """
+
+    body: Generation
+    model: str
+    tokenizer: PreTrainedTokenizerBase
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    _lengths: dict[int, int] = field(default_factory=dict)  # characters of each choice so far
+
+    @property
+    def is_chat(self) -> bool:
+        """Which of the two routes it is."""
+        return isinstance(self.body, ChatCompletionRequest)
+
+    def count(self, output: RequestOutput) -> None:
+        """Books an output that is a delta, or whole."""
+        self.completion_tokens += sum(len(answer.token_ids) for answer in output.outputs)
+
+    def usage(self) -> dict[str, Any]:
+        """How many tokens there were."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response that is not a stream: one output per prompt."""
+        choices = []
+        for number, output in enumerate(outputs):
+            self.count(output)
+            for answer in output.outputs:
+                choices.append(self._whole_choice(number, output, answer))
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        rest: dict[str, Any] = {"choices": choices, "usage": self.usage()}
+        if self.is_chat and self.body.prompt_logprobs is not None:
+            rest["prompt_logprobs"] = plain_logprobs(outputs[0].prompt_logprobs)
+        return {**head, **rest}
+
+    def _whole_choice(self, number: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        index = number * self.body.n + answer.index
+        end = {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
+        if isinstance(self.body, CompletionRequest):
+            echoed = self._echo(output) if self.body.echo else ""
+            logprobs = answer.logprobs
+            if logprobs is not None and self.body.echo:
+                logprobs = [*(output.prompt_logprobs or []), *logprobs]  # type: ignore[list-item]
+            tokens = [*(output.prompt_token_ids if self.body.echo else []), *answer.token_ids]
+            choice: dict[str, Any] = {
+                "index": index,
+                "text": echoed + answer.text,
+                "logprobs": self._legacy(tokens, logprobs, 0),
+                **end,
+            }
+            if self.body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
+            return choice
+        message = {"role": "assistant", "content": answer.text}
+        return {"index": index, "message": message, "logprobs": self._chat_logprobs(answer), **end}
+
+    def _echo(self, output: RequestOutput) -> str:
+        """A prompt's text."""
+        if output.prompt is not None:
+            return output.prompt
+        return str(self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=self.body.skip_special_tokens))
+
+    def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """The chunks of a delta of the prompt with this number."""
+        self.count(output)
+        made = []
+        for answer in output.outputs:
+            index = number * self.body.n + answer.index
+            if index not in self._lengths:
+                self._lengths[index] = 0
+                if self.is_chat:
+                    made.append(self._chunk(index, {"role": "assistant", "content": ""}, None, None, None))
+                elif isinstance(self.body, CompletionRequest) and self.body.echo:
+                    made += self._echo_chunk(index, output)
+            if isinstance(self.body, CompletionRequest):
+                logprobs: Any = self._legacy(answer.token_ids, answer.logprobs, self._lengths[index])
+                said: Any = answer.text
+            else:
+                logprobs, said = self._chat_logprobs(answer), {"content": answer.text}
+            self._lengths[index] += len(answer.text)
+            made.append(self._chunk(index, said, logprobs, answer.finish_reason, answer.stop_reason))
+        return made
+
+    def _echo_chunk(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        text, logprobs = self._echo(output), None
+        if output.prompt_logprobs is not None:
+            logprobs = self._legacy(output.prompt_token_ids, output.prompt_logprobs, 0)
+        self._lengths[index] = len(text)
+        return [self._chunk(index, text, logprobs, None, None)]
+
+    def _chunk(
+        self, index: int, said: Any, logprobs: Any, finish: str | None, stop: int | str | None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta" if self.is_chat else "text": said, "logprobs": logprobs}
+        return self._event([{**choice, "finish_reason": finish, "stop_reason": stop}])
+
+    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        event: dict[str, Any] = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        event["choices"] = choices
+        options = self.body.stream_options
+        if options is not None and (options.include_usage or options.continuous_usage_stats):
+            event["usage"] = self.usage() if options.continuous_usage_stats or not choices else None
+        return event
+
+    def last(self) -> list[dict[str, Any]]:
+        """What follows on all choices."""
+        options = self.body.stream_options
+        return [self._event([])] if options is not None and options.include_usage else []
+
+    def _legacy(
+        self, token_ids: Sequence[int], entries: Sequence[Logprobs | None] | None, begin: int
+    ) -> dict[str, Any] | None:
+        """Logprobs as /v1/completions gives them."""
+        if entries is None:
+            return None
+        tokens, values, tops, offsets = [], [], [], []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            own = None if entry is None else entry[token_id]
+            text = (own and own.decoded_token) or str(self.tokenizer.decode([token_id]))
+            tokens.append(text)
+            values.append(None if own is None else own.logprob)
+            tops.append(None if entry is None else {str(one.decoded_token): one.logprob for one in entry.values()})
+            offsets.append(begin)
+            begin += len(text)
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _chat_logprobs(self, answer: CompletionOutput) -> dict[str, Any] | None:
+        """Logprobs as /v1/chat/completions gives them."""
+        if answer.logprobs is None:
+            return None
+        count = getattr(self.body, "top_logprobs", None) or 0
+        content = []
+        for token_id, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+            best = sorted(entry.items(), key=lambda item: item[1].rank)[:count]
+            top = [self._described(*pair) for pair in best]
+            content.append({**self._described(token_id, entry[token_id]), "top_logprobs": top})
+        return {"content": content}
+
+    def _described(self, token_id: int, entry: Any) -> dict[str, Any]:
+        text = str(entry.decoded_token)
+        return {"token": text, "logprob": max(entry.logprob, -9999.0), "bytes": list(text.encode())}
+
+
+def plain_logprobs(entries: Sequence[Logprobs | None] | None) -> list[dict[str, Any] | None] | None:
+    """Prompt logprobs as vLLM gives them: token id to its logprob, rank and text."""
+    if entries is None:
+        return None
+    return [None if one is None else {str(token): each._asdict() for token, each in one.items()} for one in entries]
+
+
+def sse(event: dict[str, Any]) -> str:
+    """An event of a stream."""
+    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def merged(streams: Sequence[AsyncIterator[RequestOutput]]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The outputs of several streams as they come, with the number of each one's stream."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncIterator[RequestOutput]) -> None:
+        try:
+            async for output in stream:
+                queue.put_nowait((number, output))
+            queue.put_nowait((number, None))
+        except Exception as error:
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def new_id(body: Generation, header: str | None) -> str:
+    """The name of a response: the client's, if it gives one."""
+    prefix = "chatcmpl" if isinstance(body, ChatCompletionRequest) else "cmpl"
+    return f"{prefix}-{body.request_id or header or uuid.uuid4().hex}"

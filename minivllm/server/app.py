@@ -1,0 +1,426 @@
+"""The routes. A request is checked, handed to the engine, and its answer sent; who hangs up is forgotten at once."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import minivllm
+from minivllm.async_llm import AsyncLLM, EngineDeadError
+from minivllm.request import RequestOutput
+from minivllm.server.answers import DONE, Reply, merged, new_id, sse
+from minivllm.server.errors import APIError, error_body, error_response, from_validation
+from minivllm.server.metrics import Metrics
+from minivllm.server.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    DetokenizeRequest,
+    Generation,
+    TokenizeRequest,
+    field_of,
+)
+from minivllm.submission import Submission
+from minivllm.tokenizer import encode, render_chat
+
+logger = logging.getLogger(__name__)
+OPEN = ("/health", "/metrics", "/version", "/")  # need no key; the page holds nothing, and asks for one itself
+PAGE = Path(__file__).with_name("chat.html")
+STALLED_S = 60.0  # a step that takes longer is taken for a hang
+Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
+TextAndIds = tuple[str | None, list[int]]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a server does beside its engine.
+
+    Attributes:
+        model_name: how clients call the model.
+        api_keys: any of these must come as a bearer token; empty asks for none.
+        max_body_bytes: longest body of a request.
+        max_answers: most answers of a request: prompts times n.
+    """
+
+    model_name: str
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 16 * 2**20
+    max_answers: int = 256
+
+
+class Server:
+    """The application, and what its routes share.
+
+    Attributes:
+        app: for uvicorn, or any other ASGI server.
+        metrics: what is counted.
+    """
+
+    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
+        """Builds the routes around an engine."""
+        self.llm, self.options = llm, options
+        self.metrics = Metrics(llm.llm.engine, options.model_name)
+        self.app = FastAPI(title="minivllm", version=minivllm.__version__, docs_url="/docs", redoc_url=None)
+        self.app.add_middleware(BodyLimit, limit=options.max_body_bytes)
+        self.app.add_middleware(KeyCheck, keys=options.api_keys)
+        for kind, handler in (
+            (APIError, _told),
+            (EngineDeadError, _dead),
+            (HTTPException, _not_served),
+            (Exception, _unexpected),
+        ):
+            self.app.add_exception_handler(kind, handler)  # type: ignore[arg-type]
+        self._add_routes()
+
+    def _add_routes(self) -> None:
+        """All routes, each with the schema of its body."""
+        for path, function, kind in (
+            ("/v1/completions", self.completions, CompletionRequest),
+            ("/v1/chat/completions", self.chat_completions, ChatCompletionRequest),
+            ("/tokenize", self.tokenize, TokenizeRequest),
+            ("/detokenize", self.detokenize, DetokenizeRequest),
+        ):
+            schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+            definitions = schema.pop("$defs", {})
+            body = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+            self._definitions = {**getattr(self, "_definitions", {}), **definitions}
+            self.app.post(path, response_model=None, openapi_extra=body)(function)
+        self.app.post("/reset_prefix_cache", response_model=None)(self.reset_prefix_cache)
+        reading: list[tuple[str, Callable[..., Any]]] = [
+            ("/v1/models", self.models),
+            ("/health", self.health),
+            ("/metrics", self.metrics_text),
+            ("/version", self.version),
+            ("/", self.page),
+        ]
+        for path, route in reading:
+            self.app.get(path, response_model=None)(route)
+            self.app.head(path, response_model=None, include_in_schema=False)(route)
+        document = self.app.openapi
+
+        def openapi() -> dict[str, Any]:
+            found = document()
+            found.setdefault("components", {}).setdefault("schemas", {}).update(self._definitions)
+            return found
+
+        self.app.openapi = openapi  # type: ignore[method-assign]
+
+    # --- generation -------------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        """Continues one prompt, or several."""
+        body = await self._read(request, CompletionRequest)
+        prompts: list[Any] = []
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                prompts.append((prompt, await asyncio.to_thread(self._encode, prompt, body.add_special_tokens)))
+            else:
+                prompts.append((None, prompt))
+        return await self._answer(request, body, prompts)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answers a conversation."""
+        body = await self._read(request, ChatCompletionRequest)
+        text, ids = await asyncio.to_thread(self._encode_chat, body.messages, body.add_special_tokens)
+        return await self._answer(request, body, [(text, ids)])
+
+    async def _answer(
+        self, request: Request, body: Generation, prompts: list[tuple[str | None, list[int]]]
+    ) -> Response:
+        self._check_model(body.model)
+        body.check()
+        num_answers = len(prompts) * max(body.n, 1)
+        if num_answers > self.options.max_answers:
+            raise APIError(
+                f"{len(prompts)} prompts with n={body.n} make {num_answers} answers, and at most "
+                f"{self.options.max_answers} may be asked for at once: send several requests",
+                "n" if body.n > 1 else "prompt",
+            )
+        name = new_id(body, request.headers.get("x-request-id"))
+        salt = self._salt(request, body.cache_salt)
+        submissions = []
+        for number, (text, ids) in enumerate(prompts):
+            submissions.append(await self._prepare(body, f"{name}-{number}", text, ids, salt))
+        reply = Reply(body, self.options.model_name, self.llm.llm.tokenizer, name)
+        reply.prompt_tokens = sum(len(submission.request.prompt_token_ids) for submission in submissions)
+        self.llm.check_health()
+        if body.stream:
+            return StreamingResponse(self._stream(reply, submissions), media_type="text/event-stream")
+        outputs = await unless_gone(request, self._whole(reply, submissions))
+        if outputs is None:
+            return Response(status_code=499)  # nobody reads it
+        for output in outputs:
+            for answer in output.outputs:
+                if answer.finish_reason == "error":
+                    raise APIError(f"the request failed: {answer.stop_reason}", status=500)
+        return JSONResponse(reply.whole(outputs))
+
+    async def _prepare(
+        self, body: Generation, name: str, text: str | None, ids: list[int], salt: str | None
+    ) -> Submission:
+        """Checks one prompt of a request."""
+        params = body.params()  # type: ignore[attr-defined]
+        longest, field = self.llm.llm.max_model_len, "messages" if isinstance(body, ChatCompletionRequest) else "prompt"
+        if params.max_tokens is not None and 0 < len(ids) < longest < len(ids) + params.max_tokens:
+            raise APIError(
+                f"the model's context is {longest} tokens, the prompt has {len(ids)} and max_tokens is "
+                f"{params.max_tokens}: ask for at most {longest - len(ids)}",
+                "max_tokens",
+            )
+        prompt: dict[str, Any] = {"prompt_token_ids": ids, **({"cache_salt": salt} if salt else {})}
+        kind = "delta" if body.stream else "final_only"
+        try:
+            submission = await self.llm.prepare(prompt, params, name, body.priority, kind)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise APIError(str(error), field_of(str(error), type(body), field)) from None
+        submission.prompt = text
+        return submission
+
+    async def _whole(self, reply: Reply, submissions: Sequence[Submission]) -> list[RequestOutput]:
+        """Waits for all answers. One that is refused now takes the others with it."""
+
+        async def one(submission: Submission) -> RequestOutput:
+            async with aclosing(self.llm.run(submission)) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    last = output
+            return last
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(submission)) for submission in submissions]
+        except* EngineDeadError as problems:
+            raise problems.exceptions[0] from None
+        except* ValueError as problems:
+            raise APIError(str(problems.exceptions[0])) from None
+        outputs = [task.result() for task in tasks]
+        reply.cached_tokens = sum(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    async def _stream(self, reply: Reply, submissions: Sequence[Submission]) -> AsyncIterator[str]:
+        """The events of a stream. What goes wrong now can only be told in it."""
+        begun: set[int] = set()
+        try:
+            streams = [self.llm.run(submission) for submission in submissions]
+            async with aclosing(merged(streams)) as outputs:  # type: ignore[type-var]
+                async for number, output in outputs:
+                    if number not in begun:
+                        begun.add(number)
+                        reply.cached_tokens += output.num_cached_tokens
+                    failed = [answer for answer in output.outputs if answer.finish_reason == "error"]
+                    if failed:
+                        raise APIError(f"the request failed: {failed[0].stop_reason}", status=500)
+                    yield "".join(sse(chunk) for chunk in reply.chunks(number, output))
+            yield "".join(sse(chunk) for chunk in reply.last()) + DONE
+        except (APIError, EngineDeadError, ValueError) as error:
+            status = {APIError: getattr(error, "status", 500), EngineDeadError: 503}.get(type(error), 400)
+            yield sse(error_body(str(error), status)) + DONE
+
+    # --- the other routes -------------------------------------------------------------------------------------------
+
+    async def models(self) -> dict[str, Any]:
+        """The only model that there is."""
+        name, llm = self.options.model_name, self.llm.llm
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "minivllm", "root": llm.config.model}
+        return {"object": "list", "data": [{**card, "parent": None, "max_model_len": llm.max_model_len}]}
+
+    async def tokenize(self, request: Request) -> dict[str, Any]:
+        """The tokens of a text, or of a conversation."""
+        body = await self._read(request, TokenizeRequest)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise APIError("give either prompt or messages", "prompt")
+        if body.prompt is not None:
+            tokens = await asyncio.to_thread(self._encode, body.prompt, body.add_special_tokens is not False)
+        else:
+            _, tokens = await asyncio.to_thread(self._encode_chat, body.messages or [], bool(body.add_special_tokens))
+        return {"count": len(tokens), "max_model_len": self.llm.llm.max_model_len, "tokens": tokens}
+
+    async def detokenize(self, request: Request) -> dict[str, Any]:
+        """The text of tokens."""
+        body = await self._read(request, DetokenizeRequest)
+        self._check_model(body.model)
+        size = self.llm.llm.model.config.vocab_size
+        wrong = [token for token in body.tokens if not 0 <= token < size]
+        if wrong:
+            raise APIError(
+                f"tokens has {wrong[0]}, which is out of the vocabulary of {size} (0 to {size - 1})", "tokens"
+            )
+        return {"prompt": await asyncio.to_thread(self.llm.llm.tokenizer.decode, body.tokens)}
+
+    async def reset_prefix_cache(self) -> Response:
+        """Empties the prefix cache; refused while requests are running."""
+        try:
+            await asyncio.to_thread(self.llm.llm.reset_prefix_cache)
+        except ValueError as error:
+            raise APIError(str(error)) from None
+        return Response(status_code=200)
+
+    async def health(self) -> Response:
+        """200 while the engine lives and gets on."""
+        self.llm.check_health()
+        if self.llm.stalled_s > STALLED_S:
+            raise APIError(f"the engine's step has been going on for {self.llm.stalled_s:.0f} s", status=503)
+        return Response(status_code=200)
+
+    async def metrics_text(self) -> Response:
+        """What is counted, for Prometheus."""
+        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(self) -> dict[str, str]:
+        """Of minivllm."""
+        return {"version": minivllm.__version__}
+
+    async def page(self) -> Response:
+        """A small chat."""
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+    # --- what they share --------------------------------------------------------------------------------------------
+
+    async def _read(self, request: Request, kind: type[Body]) -> Body:
+        """A body as an object of its kind."""
+        given = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if given != "application/json":
+            raise APIError("the body must be JSON: send Content-Type: application/json", status=415)
+        try:
+            value = from_json(await request.body(), allow_inf_nan=True)
+        except ValueError as error:
+            raise APIError(f"the body is no JSON: {str(error)[:200]}") from None
+        try:
+            return kind.model_validate(value)
+        except ValidationError as error:
+            raise from_validation(error) from None
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.options.model_name:
+            raise APIError(
+                f"there is no model {name[:100]!r} here: the only one is {self.options.model_name!r}",
+                "model",
+                status=404,
+            )
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return encode(self.llm.llm.tokenizer, text, add_special_tokens)
+        except ValueError as error:
+            raise APIError(str(error), "prompt") from None
+
+    def _encode_chat(self, messages: Sequence[ChatMessage], add_special_tokens: bool) -> tuple[str, list[int]]:
+        tokenizer = self.llm.llm.tokenizer
+        try:
+            text = render_chat(tokenizer, [{"role": message.role, "content": message.text} for message in messages])
+            return text, encode(tokenizer, text, add_special_tokens)
+        except Exception as error:  # a template may raise whatever it likes
+            raise APIError(f"the chat template refuses these messages: {error}", "messages") from None
+
+    def _salt(self, request: Request, given: str | None) -> str | None:
+        """The cache salt: with keys, nobody finds what another key's owner has sent."""
+        if not self.options.api_keys:
+            return given
+        key = _bearer(request.scope) or b""
+        return hmac.new(key, f"minivllm cache salt:{given or ''}".encode(), hashlib.sha256).hexdigest()
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of some work, or None if the client hangs up before; then the work is cancelled."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class KeyCheck:
+    """Lets nobody in without a key, but to what is open to all."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app, self.keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Checks, and passes on."""
+        if scope["type"] == "http" and self.keys and scope["path"] not in OPEN:
+            given = _bearer(scope)
+            if given is None or not any(hmac.compare_digest(given, key) for key in self.keys):
+                message = "a valid API key is needed: send Authorization: Bearer KEY"
+                await error_response(message, 401)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def _bearer(scope: Scope) -> bytes | None:
+    """The key that comes with a request."""
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, key = bytes(value).partition(b" ")
+            return key.strip() if scheme.lower() == b"bearer" else None
+    return None
+
+
+class BodyLimit:
+    """Refuses bodies that are too long, before they are in memory."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app, self.limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Counts what comes in."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        announced = headers.get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self.limit:
+            return await self._refuse(scope, receive, send)
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.limit:
+                raise APIError(f"the body is longer than {self.limit} bytes", status=413)
+            return message
+
+        return await self.app(scope, counted, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await error_response(f"the body is longer than {self.limit} bytes", 413)(scope, receive, send)
+
+
+Handler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+async def _told(request: Request, error: APIError) -> Response:
+    return error_response(error.message, error.status, error.param)
+
+
+async def _dead(request: Request, error: EngineDeadError) -> Response:
+    return error_response(str(error), 503)
+
+
+async def _not_served(request: Request, error: HTTPException) -> Response:
+    return error_response(str(error.detail), error.status_code)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    logger.exception("a request has failed")
+    return error_response("something went wrong in the server; its log says what", 500)

@@ -1,0 +1,57 @@
+"""The one form in which the server says that something is wrong: OpenAI's error object."""
+
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+LONGEST = 1000  # characters of a message: what was sent is not to come back in full
+
+
+class APIError(Exception):
+    """Something that the client is told.
+
+    Attributes:
+        status: of the response.
+        message: what is wrong, and what to do.
+        param: the field that it is about.
+    """
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+
+
+def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
+    """The error object."""
+    message = message if len(message) <= LONGEST else message[:LONGEST] + "…"
+    error = {"message": message, "type": TYPES.get(status, TYPES[400]), "param": param, "code": status}
+    return {"error": error}
+
+
+def error_response(message: str, status: int, param: str | None = None) -> JSONResponse:
+    """A response that holds nothing else."""
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse(error_body(message, status, param), status, headers)
+
+
+def from_validation(error: ValidationError) -> APIError:
+    """What pydantic found, without what was sent: the first problems, and how many there are."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    told = []
+    for problem in problems[:3]:
+        where = ".".join(str(part) for part in problem["loc"][:6])
+        told.append(f"{where[:100] or 'body'}: {problem['msg'][:200]}")
+    more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+    first = problems[0]["loc"]
+    return APIError("; ".join(told) + more, str(first[0])[:100] if first else None)

@@ -1,0 +1,128 @@
+"""The process: an engine, its server, and their end."""
+
+import asyncio
+import logging
+import signal
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from minivllm.async_llm import AsyncLLM
+from minivllm.server.app import Server, ServerOptions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Where to listen, and for how long to wait at the end.
+
+    Attributes:
+        host: address to listen on.
+        port: 0 takes a free one.
+        server: what the server does.
+        shutdown_timeout_s: for how long requests that are running may go on when the process is told to end.
+        log_requests: a line for each request.
+    """
+
+    host: str
+    port: int
+    server: ServerOptions
+    shutdown_timeout_s: int = 30
+    log_requests: bool = True
+    uvicorn: dict[str, Any] = field(default_factory=dict)
+
+
+def serve(llm: AsyncLLM, options: ServeOptions) -> int:
+    """Serves until the process is told to end, or the engine breaks down.
+
+    Returns:
+        The exit code: 0, or 1 where the engine broke down.
+    """
+    server = make_server(llm, options)
+    # uvicorn raises the signal that ended it once more when it is done, which is no news to us.
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        llm.shutdown()
+    return 1 if llm.broken else 0
+
+
+def make_server(llm: AsyncLLM, options: ServeOptions) -> uvicorn.Server:
+    """A server that ends when its engine does."""
+    app = Server(llm, options.server).app
+    config = uvicorn.Config(
+        app,
+        host=options.host,
+        port=options.port,
+        log_level="info",
+        access_log=options.log_requests,
+        timeout_graceful_shutdown=options.shutdown_timeout_s,
+        **options.uvicorn,
+    )
+    server = uvicorn.Server(config)
+
+    def end() -> None:
+        server.should_exit = True
+
+    llm.on_death = end
+    return server
+
+
+class ServerThread:
+    """A server in a thread of this process, as the lesson and the tests take it: `with ServerThread(llm) as url:`.
+
+    Attributes:
+        url: where it listens, once it does.
+        llm: its engine, which ends with it.
+    """
+
+    def __init__(self, llm: AsyncLLM, model_name: str = "smollm2-135m", port: int = 0, **options: Any) -> None:
+        """Takes any other field of `ServerOptions`."""
+        self.llm = llm
+        self._server = make_server(
+            llm,
+            ServeOptions(
+                "127.0.0.1",
+                port,
+                ServerOptions(model_name, **options),
+                shutdown_timeout_s=5,
+                log_requests=False,
+                uvicorn={"log_config": None},
+            ),
+        )
+        self._thread = threading.Thread(target=self._run, name="minivllm server", daemon=True)
+        self._ready = threading.Event()
+        self.url = ""
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        serving = asyncio.create_task(self._server.serve())
+        while not self._server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if self._server.started:
+            port = self._server.servers[0].sockets[0].getsockname()[1]
+            self.url = f"http://127.0.0.1:{port}"
+        self._ready.set()
+        await serving
+
+    def __enter__(self) -> "ServerThread":
+        """Starts, and waits until it listens."""
+        self._thread.start()
+        self._ready.wait()
+        if not self.url:
+            raise RuntimeError("the server did not start: its log says why")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Ends the server and the engine."""
+        self._server.should_exit = True
+        self._thread.join()
+        self.llm.shutdown()
