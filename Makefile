@@ -49,7 +49,7 @@ test: lint ## all checks: lint, types, unit tests, every cell of every notebook
 	$(PY) -m pytest tests
 	$(PY) -m pytest --nbval notebooks
 
-test-browser: setup ## the step-by-step explorer in a real Chromium and a real JupyterLab
+test-browser: setup ## the explorer and the chat page in a real Chromium
 	@$(PY) tests/browser/chromium.py
 	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) playwright
 	MINIVLLM_BROWSER=1 $(PY) -m pytest tests/browser
