@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,7 @@ class Server:
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         """Builds the routes around an engine."""
-        self.llm, self.options = llm, options
+        self.llm, self.options, self._numbers = llm, options, count()
         self.metrics = Metrics(llm.llm.engine, options.model_name)
         self.app = FastAPI(title="minivllm", version=minivllm.__version__, docs_url="/docs", redoc_url=None)
         self.app.add_middleware(BodyLimit, limit=options.max_body_bytes)
@@ -152,8 +153,8 @@ class Server:
         name = new_id(body, request.headers.get("x-request-id"))
         salt = self._salt(request, body.cache_salt)
         submissions = []
-        for number, (text, ids) in enumerate(prompts):
-            submissions.append(await self._prepare(body, f"{name}-{number}", text, ids, salt))
+        for text, ids in prompts:  # the engine's names are its own: two clients may send the same x-request-id
+            submissions.append(await self._prepare(body, f"{name}-{next(self._numbers)}", text, ids, salt))
         reply = Reply(body, self.options.model_name, self.llm.llm.tokenizer, name)
         reply.prompt_tokens = sum(len(submission.request.prompt_token_ids) for submission in submissions)
         self.llm.check_health()

@@ -1,5 +1,6 @@
 """What goes over the wire, also when what comes in is broken."""
 
+import asyncio
 import json
 import math
 import time
@@ -251,6 +252,18 @@ def test_a_stream_is_framed_as_clients_expect(http, path):
             else:
                 assert "".join(choice["text"] for choice in mine) == whole["choices"][index]["text"]
             assert len(mine) == 12 and [choice["finish_reason"] for choice in mine] == [None] * 11 + ["length"]
+
+
+def test_two_clients_may_choose_the_same_name(server):
+    async def both():
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, headers={"x-request-id": "mine"}) as client:
+            bodies = [ask(stream=True, max_tokens=12, ignore_eos=True), ask(max_tokens=12, ignore_eos=True)]
+            return await asyncio.gather(*(client.post(COMPLETIONS, json=body) for body in bodies))
+
+    streamed, whole = asyncio.run(both())
+    assert whole.json()["id"] == "cmpl-mine" == events(streamed.text)[0]["id"]
+    text = "".join(event["choices"][0]["text"] for event in events(streamed.text))
+    assert text == whole.json()["choices"][0]["text"]
 
 
 def test_text_with_quotes_newlines_and_halves_of_characters(http):
