@@ -66,8 +66,10 @@ def tokens(outputs):
 def test_the_public_names_are_these():
     assert set(minivllm.__all__) == {
         "LLM",
+        "AsyncLLM",
         "CompletionOutput",
         "EngineConfig",
+        "EngineDeadError",
         "LLMEngine",
         "RequestOutput",
         "SamplingParams",

@@ -4,6 +4,7 @@ import openai
 import pytest
 
 from minivllm import SamplingParams
+from tests.conftest import ORACLE
 
 from .conftest import MODEL, metric, wait_until_idle
 
@@ -177,3 +178,15 @@ def test_counters_agree_with_the_clients_sum(client, server):
     assert after[0] - before[0] == sum(usage.completion_tokens for usage in usages)
     assert after[1] - before[1] == sum(usage.prompt_tokens for usage in usages)
     wait_until_idle(server.url)
+
+
+def test_over_http_as_in_transformers(client, served_llm):
+    """The frozen tokens of transformers' own generate, whole and streamed."""
+    for case in ORACLE["cases"][:8]:
+        text = served_llm.tokenizer.decode(case["token_ids"], skip_special_tokens=True)
+        asked = {"model": MODEL, "prompt": case["prompt_token_ids"], "temperature": 0, "max_tokens": 24}
+        reply = client.completions.create(**asked, extra_body={"ignore_eos": True})
+        assert reply.choices[0].text == text and reply.usage.completion_tokens == 24
+        assert reply.usage.prompt_tokens == len(case["prompt_token_ids"])
+        chunks = client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+        assert "".join(chunk.choices[0].text for chunk in chunks) == text
