@@ -6,6 +6,7 @@ sentence and exit code 2.
 
 import argparse
 import io
+import json
 import logging
 import shlex
 import sys
@@ -71,11 +72,23 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all of this machine's")
     group.add_argument("--port", type=int, default=8000)
     group.add_argument("--served-model-name", help="how clients call it (default: MODEL as given)")
-    group.add_argument("--api-key", action="append", default=[], help="a key that clients must send; may be repeated")
+    group.add_argument("--api-key", nargs="+", action="extend", default=[], help="keys, one of which clients must send")
+    group.add_argument(
+        "--generation-config",
+        default="auto",
+        help="where sampling defaults come from: auto is the model's generation_config.json; a folder; vllm is none",
+    )
+    group.add_argument(
+        "--override-generation-config",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="""these count instead, such as '{"temperature": 0.2}'""",
+    )
     group.add_argument("--max-body-bytes", type=int, default=16 * 2**20, help="longest body of a request")
     group.add_argument("--max-answers", type=int, default=256, help="most answers of a request: prompts times n")
     group.add_argument("--shutdown-timeout", type=int, default=30, help="seconds that running requests have at the end")
-    group.add_argument("--log-requests", action=argparse.BooleanOptionalAction, default=True)
+    group.add_argument("--disable-uvicorn-access-log", action="store_true", help="no line for each request")
     _add_engine_options(serve)
     serve.set_defaults(run=run_serve)
 
@@ -108,6 +121,7 @@ def run_serve(args: argparse.Namespace) -> int:
     """Serves until it is told to end."""
     from minivllm import AsyncLLM
     from minivllm.server.app import ServerOptions
+    from minivllm.server.defaults import generation_defaults
     from minivllm.server.serve import ServeOptions, serve
 
     if args.served is not None:
@@ -116,10 +130,14 @@ def run_serve(args: argparse.Namespace) -> int:
         if not key:
             raise ValueError("--api-key is empty: give a key, or leave it out")
     options = ServerOptions(
-        args.served_model_name or args.model, tuple(args.api_key), args.max_body_bytes, args.max_answers
+        model_name=args.served_model_name or args.model,
+        api_keys=tuple(args.api_key),
+        max_body_bytes=args.max_body_bytes,
+        max_answers=args.max_answers,
+        defaults=generation_defaults(args.model, args.generation_config, args.override_generation_config),
     )
     llm = AsyncLLM(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)})
-    where = ServeOptions(args.host, args.port, options, args.shutdown_timeout, args.log_requests)
+    where = ServeOptions(args.host, args.port, options, args.shutdown_timeout, not args.disable_uvicorn_access_log)
     return serve(llm, where)
 
 
@@ -145,7 +163,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     """One option per field of EngineConfig, with its name, default and choices."""
     group = parser.add_argument_group("engine")
     for field in fields(EngineConfig):
-        flag, help_text = "--" + field.name.replace("_", "-"), ENGINE_OPTIONS[field.name]
+        flags, help_text = ["--" + field.name.replace("_", "-")], ENGINE_OPTIONS[field.name]
+        if field.name == "num_kv_blocks":
+            flags.append("--num-gpu-blocks-override")  # vLLM's name for it
         options: dict[str, Any] = {"default": field.default, "help": help_text}
         if field.type in (bool, bool | None):
             options["action"] = argparse.BooleanOptionalAction
@@ -154,7 +174,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         else:
             kinds: dict[Any, Any] = {int: int, int | None: int, float: float}
             options["type"] = kinds.get(field.type, str)
-        group.add_argument(flag, **options)
+        group.add_argument(*flags, **options)
 
 
 ENGINE_OPTIONS = {
@@ -204,6 +224,16 @@ def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--allowed-token-ids", action="append", type=int, metavar="ID", help="the only ones to be drawn")
     group.add_argument("--bad-words", action="append", metavar="TEXT", help="a text that must not appear")
     group.add_argument("--skip-special-tokens", action=argparse.BooleanOptionalAction, default=True)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
 
 
 def _bias(text: str) -> tuple[int, float]:

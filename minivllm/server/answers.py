@@ -79,7 +79,7 @@ class Reply:
         return {**head, **rest}
 
     def _whole_choice(self, number: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        index = number * self.body.n + answer.index
+        index = number * self.body.num_answers + answer.index
         end = {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
         if isinstance(self.body, CompletionRequest):
             echoed = self._echo(output) if self.body.echo else ""
@@ -103,14 +103,15 @@ class Reply:
         """A prompt's text."""
         if output.prompt is not None:
             return output.prompt
-        return str(self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=self.body.skip_special_tokens))
+        skip = self.body.skip_special_tokens is not False
+        return str(self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip))
 
     def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The chunks of a delta of the prompt with this number."""
         self.count(output)
         made = []
         for answer in output.outputs:
-            index = number * self.body.n + answer.index
+            index = number * self.body.num_answers + answer.index
             if index not in self._lengths:
                 self._lengths[index] = 0
                 if self.is_chat:

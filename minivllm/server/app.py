@@ -4,9 +4,9 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,15 +15,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import minivllm
 from minivllm.async_llm import AsyncLLM, EngineDeadError
 from minivllm.request import RequestOutput
 from minivllm.server.answers import DONE, Reply, merged, new_id, sse
-from minivllm.server.errors import APIError, error_body, error_response, from_validation
+from minivllm.server.errors import APIError, add_handlers, error_body, from_validation
 from minivllm.server.metrics import Metrics
+from minivllm.server.middleware import BodyLimit, KeyCheck, bearer
+from minivllm.server.openapi import ANY_ERROR, EVENTS, JSON, add_schemas, answered, asked
 from minivllm.server.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -37,7 +37,6 @@ from minivllm.submission import Submission
 from minivllm.tokenizer import encode, render_chat
 
 logger = logging.getLogger(__name__)
-OPEN = ("/health", "/metrics", "/version", "/")  # need no key; the page holds nothing, and asks for one itself
 PAGE = Path(__file__).with_name("chat.html")
 STALLED_S = 60.0  # a step that takes longer is taken for a hang
 Body = TypeVar("Body", bound=BaseModel)
@@ -54,12 +53,14 @@ class ServerOptions:
         api_keys: any of these must come as a bearer token; empty asks for none.
         max_body_bytes: longest body of a request.
         max_answers: most answers of a request: prompts times n.
+        defaults: fields of `SamplingParams` for requests that leave them out.
     """
 
     model_name: str
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
     max_answers: int = 256
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Server:
@@ -77,47 +78,33 @@ class Server:
         self.app = FastAPI(title="minivllm", version=minivllm.__version__, docs_url="/docs", redoc_url=None)
         self.app.add_middleware(BodyLimit, limit=options.max_body_bytes)
         self.app.add_middleware(KeyCheck, keys=options.api_keys)
-        for kind, handler in (
-            (APIError, _told),
-            (EngineDeadError, _dead),
-            (HTTPException, _not_served),
-            (Exception, _unexpected),
-        ):
-            self.app.add_exception_handler(kind, handler)  # type: ignore[arg-type]
+        add_handlers(self.app)
         self._add_routes()
 
     def _add_routes(self) -> None:
-        """All routes, each with the schema of its body."""
-        for path, function, kind in (
-            ("/v1/completions", self.completions, CompletionRequest),
-            ("/v1/chat/completions", self.chat_completions, ChatCompletionRequest),
-            ("/tokenize", self.tokenize, TokenizeRequest),
-            ("/detokenize", self.detokenize, DetokenizeRequest),
-        ):
-            schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-            definitions = schema.pop("$defs", {})
-            body = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-            self._definitions = {**getattr(self, "_definitions", {}), **definitions}
-            self.app.post(path, response_model=None, openapi_extra=body)(function)
-        self.app.post("/reset_prefix_cache", response_model=None)(self.reset_prefix_cache)
-        reading: list[tuple[str, Callable[..., Any]]] = [
-            ("/v1/models", self.models),
-            ("/health", self.health),
-            ("/metrics", self.metrics_text),
-            ("/version", self.version),
-            ("/", self.page),
+        """All routes, and what the OpenAPI document says of them."""
+        taking: list[tuple[str, Callable[..., Any], type[BaseModel], tuple[str, ...]]] = [
+            ("/v1/completions", self.completions, CompletionRequest, (JSON, EVENTS)),
+            ("/v1/chat/completions", self.chat_completions, ChatCompletionRequest, (JSON, EVENTS)),
+            ("/tokenize", self.tokenize, TokenizeRequest, (JSON,)),
+            ("/detokenize", self.detokenize, DetokenizeRequest, (JSON,)),
         ]
-        for path, route in reading:
-            self.app.get(path, response_model=None)(route)
+        for path, route, kind, media_types in taking:
+            responses = answered(media_types, ANY_ERROR)
+            self.app.post(path, response_model=None, openapi_extra=asked(kind), responses=responses)(route)
+        emptying: dict[str, Any] = {"response_class": Response, "responses": answered((), (400, 401))}
+        self.app.post("/reset_prefix_cache", response_model=None, **emptying)(self.reset_prefix_cache)
+        reading: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [
+            ("/v1/models", self.models, {"responses": answered(errors=(401,))}),
+            ("/health", self.health, {"response_class": Response, "responses": answered((), (503,))}),
+            ("/metrics", self.metrics_text, {"response_class": PlainTextResponse}),
+            ("/version", self.version, {}),
+            ("/", self.page, {"response_class": HTMLResponse}),
+        ]
+        for path, route, told in reading:
+            self.app.get(path, response_model=None, **told)(route)
             self.app.head(path, response_model=None, include_in_schema=False)(route)
-        document = self.app.openapi
-
-        def openapi() -> dict[str, Any]:
-            found = document()
-            found.setdefault("components", {}).setdefault("schemas", {}).update(self._definitions)
-            return found
-
-        self.app.openapi = openapi  # type: ignore[method-assign]
+        add_schemas(self.app, [kind for _, _, kind, _ in taking])
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -143,12 +130,12 @@ class Server:
     ) -> Response:
         self._check_model(body.model)
         body.check()
-        num_answers = len(prompts) * max(body.n, 1)
+        num_answers = len(prompts) * max(body.num_answers, 1)
         if num_answers > self.options.max_answers:
             raise APIError(
-                f"{len(prompts)} prompts with n={body.n} make {num_answers} answers, and at most "
+                f"{len(prompts)} prompts with n={body.num_answers} make {num_answers} answers, and at most "
                 f"{self.options.max_answers} may be asked for at once: send several requests",
-                "n" if body.n > 1 else "prompt",
+                "n" if body.num_answers > 1 else "prompt",
             )
         name = new_id(body, request.headers.get("x-request-id"))
         salt = self._salt(request, body.cache_salt)
@@ -159,7 +146,7 @@ class Server:
         reply.prompt_tokens = sum(len(submission.request.prompt_token_ids) for submission in submissions)
         self.llm.check_health()
         if body.stream:
-            return StreamingResponse(self._stream(reply, submissions), media_type="text/event-stream")
+            return StreamingResponse(self._stream(reply, submissions), media_type=EVENTS)
         outputs = await unless_gone(request, self._whole(reply, submissions))
         if outputs is None:
             return Response(status_code=499)  # nobody reads it
@@ -173,8 +160,8 @@ class Server:
         self, body: Generation, name: str, text: str | None, ids: list[int], salt: str | None
     ) -> Submission:
         """Checks one prompt of a request."""
-        params = body.params()  # type: ignore[attr-defined]
-        longest, field = self.llm.llm.max_model_len, "messages" if isinstance(body, ChatCompletionRequest) else "prompt"
+        params = body.params(self.options.defaults)
+        longest = self.llm.llm.max_model_len
         if params.max_tokens is not None and 0 < len(ids) < longest < len(ids) + params.max_tokens:
             raise APIError(
                 f"the model's context is {longest} tokens, the prompt has {len(ids)} and max_tokens is "
@@ -186,7 +173,8 @@ class Server:
         try:
             submission = await self.llm.prepare(prompt, params, name, body.priority, kind)  # type: ignore[arg-type]
         except ValueError as error:
-            raise APIError(str(error), field_of(str(error), type(body), field)) from None
+            otherwise = "messages" if isinstance(body, ChatCompletionRequest) else "prompt"
+            raise APIError(str(error), field_of(str(error), type(body), otherwise)) from None
         submission.prompt = text
         return submission
 
@@ -330,7 +318,7 @@ class Server:
         """The cache salt: with keys, nobody finds what another key's owner has sent."""
         if not self.options.api_keys:
             return given
-        key = _bearer(request.scope) or b""
+        key = bearer(request.scope) or b""
         return hmac.new(key, f"minivllm cache salt:{given or ''}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -349,79 +337,3 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-class KeyCheck:
-    """Lets nobody in without a key, but to what is open to all."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app, self.keys = app, [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Checks, and passes on."""
-        if scope["type"] == "http" and self.keys and scope["path"] not in OPEN:
-            given = _bearer(scope)
-            if given is None or not any(hmac.compare_digest(given, key) for key in self.keys):
-                message = "a valid API key is needed: send Authorization: Bearer KEY"
-                await error_response(message, 401)(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
-
-
-def _bearer(scope: Scope) -> bytes | None:
-    """The key that comes with a request."""
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, key = bytes(value).partition(b" ")
-            return key.strip() if scheme.lower() == b"bearer" else None
-    return None
-
-
-class BodyLimit:
-    """Refuses bodies that are too long, before they are in memory."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app, self.limit = app, limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Counts what comes in."""
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        headers = dict(scope["headers"])
-        announced = headers.get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > self.limit:
-            return await self._refuse(scope, receive, send)
-        seen = 0
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self.limit:
-                raise APIError(f"the body is longer than {self.limit} bytes", status=413)
-            return message
-
-        return await self.app(scope, counted, send)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await error_response(f"the body is longer than {self.limit} bytes", 413)(scope, receive, send)
-
-
-Handler = Callable[[Request, Exception], Awaitable[Response]]
-
-
-async def _told(request: Request, error: APIError) -> Response:
-    return error_response(error.message, error.status, error.param)
-
-
-async def _dead(request: Request, error: EngineDeadError) -> Response:
-    return error_response(str(error), 503)
-
-
-async def _not_served(request: Request, error: HTTPException) -> Response:
-    return error_response(str(error.detail), error.status_code)
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    logger.exception("a request has failed")
-    return error_response("something went wrong in the server; its log says what", 500)

@@ -1,9 +1,17 @@
 """The one form in which the server says that something is wrong: OpenAI's error object."""
 
+import logging
+from collections.abc import Mapping
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
-from starlette.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from minivllm.async_llm import EngineDeadError
+
+logger = logging.getLogger(__name__)
 
 TYPES = {
     400: "BadRequestError",
@@ -39,9 +47,12 @@ def error_body(message: str, status: int, param: str | None = None) -> dict[str,
     return {"error": error}
 
 
-def error_response(message: str, status: int, param: str | None = None) -> JSONResponse:
+def error_response(
+    message: str, status: int, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
     """A response that holds nothing else."""
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    if status == 401:
+        headers = {"WWW-Authenticate": "Bearer"}
     return JSONResponse(error_body(message, status, param), status, headers)
 
 
@@ -55,3 +66,24 @@ def from_validation(error: ValidationError) -> APIError:
     more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
     first = problems[0]["loc"]
     return APIError("; ".join(told) + more, str(first[0])[:100] if first else None)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Whatever a route raises is told in this form."""
+
+    @app.exception_handler(APIError)
+    async def told(request: Request, error: APIError) -> Response:
+        return error_response(error.message, error.status, error.param)
+
+    @app.exception_handler(EngineDeadError)
+    async def dead(request: Request, error: EngineDeadError) -> Response:
+        return error_response(str(error), 503)
+
+    @app.exception_handler(HTTPException)
+    async def not_served(request: Request, error: HTTPException) -> Response:
+        return error_response(str(error.detail), error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logger.exception("a request has failed")
+        return error_response("something went wrong in the server; its log says what", 500)

@@ -5,6 +5,7 @@ of is tolerated, as vLLM does, and logged once.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -70,28 +71,29 @@ class StreamOptions(Strict):
 
 
 class Generation(Strict):
-    """What both routes share: the fields of `SamplingParams`, and how the answer is sent."""
+    """What both routes share: the fields of `SamplingParams`, and how the answer is sent. null is as good as nothing:
+    the server's default counts, and where it has none, that of `SamplingParams`."""
 
     model: str | None = None
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
@@ -103,6 +105,11 @@ class Generation(Strict):
         *("repetition_penalty", "min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
         *("allowed_token_ids", "bad_words", "skip_special_tokens"),
     )
+
+    @property
+    def num_answers(self) -> int:
+        """Of each prompt."""
+        return 1 if self.n is None else self.n
 
     def check(self) -> None:
         """Raises APIError for what fits together badly."""
@@ -116,10 +123,18 @@ class Generation(Strict):
         if self.cache_salt == "":
             raise APIError("cache_salt must be a non-empty string: leave it out to have none", "cache_salt")
 
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The engine's; defaults are the server's own.
+
+        Raises:
+            APIError: a value is out of range; names the field.
+        """
+        raise NotImplementedError
+
     def sampling_params(
-        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+        self, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """The engine's.
+        """What the routes' `params` share.
 
         Raises:
             APIError: a value is out of range; names the field.
@@ -133,10 +148,10 @@ class Generation(Strict):
             if not text.isascii() or not text.isdigit() or len(text) > 18:
                 raise APIError(f"the keys of logit_bias are token ids, got {text[:40]!r}", "logit_bias")
             biases[int(text)] = bias
-        same = {name: getattr(self, name) for name in self.SAME}
+        given = {name: getattr(self, name) for name in self.SAME if getattr(self, name) is not None}
         try:
             return SamplingParams(
-                **same,
+                **{**defaults, **given},
                 stop=None if self.stop is None or self.stop == [] else self.stop,
                 logit_bias=biases or None,
                 max_tokens=max_tokens,
@@ -170,10 +185,10 @@ class CompletionRequest(Generation):
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else list(prompt)
 
-    def params(self) -> SamplingParams:
-        """The engine's; an echo's logprobs are the prompt's too."""
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """As of `Generation`; an echo's logprobs are the prompt's too."""
         asked = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
-        return self.sampling_params(self.max_tokens, self.logprobs, asked)
+        return self.sampling_params(defaults, self.max_tokens, self.logprobs, asked)
 
 
 class TextPart(Strict):
@@ -216,12 +231,11 @@ class ChatCompletionRequest(Generation):
         if not self.add_generation_prompt:
             raise APIError("add_generation_prompt: false is not supported: leave it out", "add_generation_prompt")
 
-    def params(self) -> SamplingParams:
-        """The engine's."""
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """As of `Generation`."""
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling_params(
-            max_tokens, (self.top_logprobs or 0) if self.logprobs else None, self.prompt_logprobs
-        )
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling_params(defaults, max_tokens, logprobs, self.prompt_logprobs)
 
 
 class TokenizeRequest(Strict):

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from minivllm import LLM, AsyncLLM
+from minivllm.server.app import ServerOptions
 from minivllm.server.serve import ServerThread
 
 MODEL = "smollm2-135m"
@@ -27,13 +28,13 @@ def server(served_llm):
 
 @pytest.fixture
 def own_server(served_llm):
-    """Starts servers for tests that break them."""
+    """Starts servers for tests that break them; takes fields of `ServerOptions` and of `EngineConfig`."""
     started = []
 
-    def start(api_keys=(), max_body_bytes=16 * 2**20, max_answers=256, **fields):
-        llm = AsyncLLM.from_llm(served_llm.reconfigure(**fields))
-        thread = ServerThread(llm, MODEL, api_keys=api_keys, max_body_bytes=max_body_bytes, max_answers=max_answers)
-        started.append(thread.__enter__())
+    def start(**given):
+        options = {name: given.pop(name) for name in [*given] if name in ServerOptions.__dataclass_fields__}
+        llm = AsyncLLM.from_llm(served_llm.reconfigure(**given))
+        started.append(ServerThread(llm, MODEL, **options).__enter__())
         return started[-1]
 
     yield start

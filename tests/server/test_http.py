@@ -3,10 +3,13 @@
 import asyncio
 import json
 import math
+import re
 import time
 
 import httpx
 import pytest
+
+from minivllm.server.protocol import CompletionRequest
 
 from .conftest import MODEL, metric, wait_until_idle
 
@@ -35,6 +38,32 @@ def events(text):
     *lines, last, empty = text.split("\n\n")
     assert last == "data: [DONE]" and empty == "" and all("\n" not in line for line in lines)
     return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+# --- what is left out ---
+
+
+def test_null_is_as_good_as_nothing(http):
+    """OpenAI's document allows it for most fields; some clients send every field they have."""
+    names = set(CompletionRequest.model_fields) - {"model", "prompt", "max_tokens", "temperature", "priority"}
+    names -= {"add_special_tokens"}
+    plain, nulls = ask(temperature=0), {**ask(temperature=0), **dict.fromkeys(names)}
+    replies = [http.post(COMPLETIONS, json=body).json()["choices"] for body in (plain, nulls)]
+    assert replies[0] == replies[1]
+
+
+def test_a_servers_own_defaults(own_server):
+    """They count where a request leaves them out, or sends null, and nowhere else."""
+    url = own_server(defaults={"top_k": 1}).url
+
+    def texts(**more):
+        body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8, **more}
+        replies = [httpx.post(f"{url}{COMPLETIONS}", json={**body, "seed": seed}).json() for seed in range(4)]
+        return {reply["choices"][0]["text"] for reply in replies}
+
+    greedy = texts(temperature=0)
+    assert len(greedy) == 1 and texts() == texts(temperature=1.0) == texts(top_k=None) == greedy
+    assert len(texts(top_k=0)) > 1
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -299,8 +328,21 @@ def test_small_routes(http):
     assert page.headers["content-type"].startswith("text/html") and "<title>minivllm</title>" in page.text
     assert http.head("/metrics").status_code == 200
     assert http.get("/metrics").headers["content-type"].startswith("text/plain")
-    document = http.get("/openapi.json").json()
+    wrong = http.put("/version")
+    check_error(wrong, 405)
+    assert wrong.headers["allow"] == "GET"
+
+
+def test_the_openapi_document_is_whole(http):
+    """Every reference leads somewhere, and every status that a test has seen is told."""
+    text = http.get("/openapi.json").text
+    document = json.loads(text)
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics"} <= set(document["paths"])
+    for name in re.findall(r'"#/components/schemas/([^"]+)"', text):
+        assert name in document["components"]["schemas"]
+    asking = document["paths"]["/v1/completions"]["post"]
+    assert {"200", "400", "401", "404", "413", "415", "503"} <= set(asking["responses"])
+    assert set(asking["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
 
 
 def test_the_prefix_cache_can_be_emptied(http, server):

@@ -251,7 +251,17 @@ def test_serve_from_the_command_line(real_folder, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = ["--port", str(port), "--served-model-name", MODEL, "--dtype", "float32", "--num-kv-blocks", "64"]
+    options = [
+        "--port",
+        str(port),
+        "--served-model-name",
+        MODEL,
+        "--dtype",
+        "float32",
+        "--num-gpu-blocks-override",
+        "64",
+    ]
+    options += ["--override-generation-config", '{"temperature": 0}', "--disable-uvicorn-access-log"]
     log = (tmp_path / "log").open("w")
     command = [sys.executable, "-m", "minivllm.cli", "serve", str(real_folder), *options, "--max-num-seqs", "4"]
     process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ})
@@ -264,6 +274,8 @@ def test_serve_from_the_command_line(real_folder, tmp_path):
             except httpx.ConnectError:
                 assert process.poll() is None and time.monotonic() - began < 60, (tmp_path / "log").read_text()
                 time.sleep(0.1)
+        likeliest = {seed: httpx.post(f"{url}{COMPLETIONS}", json=ask(temperature=None, seed=seed)) for seed in (1, 2)}
+        assert likeliest[1].json()["choices"] == likeliest[2].json()["choices"]
         body = ask(max_tokens=100, ignore_eos=True, stream=True)
         with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body) as reply:
             lines = reply.iter_lines()
@@ -272,6 +284,7 @@ def test_serve_from_the_command_line(real_folder, tmp_path):
             rest = [line for line in lines if line.startswith("data: {")]
         assert len(rest) == 99 and json.loads(rest[-1][6:])["choices"][0]["finish_reason"] == "length"
         assert process.wait(timeout=30) == 0
+        assert "POST" not in (tmp_path / "log").read_text()
     finally:
         process.kill()
         log.close()
