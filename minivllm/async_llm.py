@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 from minivllm.llm import LLM
+from minivllm.openmp import release_threads
 from minivllm.prompts import Prompt
 from minivllm.request import RequestOutput
 from minivllm.sampling_params import SamplingParams
@@ -60,6 +61,7 @@ class AsyncLLM:
         self._numbers = count()
         self.on_death: Callable[[], None] = lambda: None
         self._step_began: float | None = None
+        release_threads()  # those of who has loaded the model
         self._thread = threading.Thread(target=self._run, name="minivllm engine", daemon=True)
         self._thread.start()
 
@@ -105,14 +107,15 @@ class AsyncLLM:
         name = f"#{next(self._numbers)}" if request_id is None else request_id
         return await asyncio.to_thread(self._engine.prepare, name, prompt, sampling_params, priority, output_kind)
 
-    async def run(self, submission: Submission) -> AsyncIterator[RequestOutput]:
-        """Runs what `prepare` has checked; the second half of `generate`."""
+    async def run(self, submission: Submission, arrival_time: float | None = None) -> AsyncIterator[RequestOutput]:
+        """Runs what `prepare` has checked; the second half of `generate`. It came at `arrival_time`, in seconds on the
+        engine's clock; None is now."""
         queue: Queue = asyncio.Queue()
         name, loop, ended = submission.request.request_id, asyncio.get_running_loop(), False
         submission.deliver = partial(self._collect, loop, queue)
         with self._wake:
             self._check()
-            self._engine.submit(submission)
+            self._engine.submit(submission, arrival_time)
             self._streams[name] = loop, queue
             self._wake.notify()
         try:
