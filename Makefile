@@ -15,7 +15,7 @@ PY = .venv/bin/python
 # A thread of torch that waits sleeps instead of spinning: with anything beside it, steps are 5 to 20 times faster.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: help setup lab test test-browser bench bench-gpu soak demo lint format refresh clean distclean
+.PHONY: help setup lab test test-browser bench bench-gpu conformance soak demo lint format refresh clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -54,8 +54,12 @@ test-browser: setup ## the explorer and the chat page in a real Chromium
 	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS) playwright
 	MINIVLLM_BROWSER=1 $(PY) -m pytest tests/browser
 
-soak: setup ## many random requests on all schedulers and memories, with every invariant checked
+conformance: setup ## other people's load generators against our server (PEERS_ENV= names the folder that has vLLM)
+	@$(PY) -m tests.conformance $(if $(PEERS_ENV),--installed $(PEERS_ENV)) --pip-args "$(PIP_ARGS)" $(BENCH_ARGS)
+
+soak: setup ## random steps of all schedulers, every invariant checked; then 20 minutes of load on a server
 	$(PY) -m tests.scheduler.soak
+	$(PY) -m tests.server.soak $(BENCH_ARGS)
 
 bench: setup ## minivllm's speed on this CPU, alone or beside other engines (PEERS=folder PEERS_ENV=folder)
 	@env -u OMP_WAIT_POLICY $(PY) -m benchmarks.engines $(if $(PEERS),--peers $(PEERS)) \

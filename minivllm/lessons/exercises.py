@@ -11,6 +11,7 @@ from minivllm.lessons.batching import Arrival, model_free_engine, serve
 from minivllm.lessons.checking import check, say
 from minivllm.lessons.cost import pass_cost
 from minivllm.lessons.kernel_exercises import check_merge, check_rows_of_tile, check_visible
+from minivllm.lessons.serving_exercises import check_safe_length, check_texts_of_stream
 from minivllm.model.architecture import ModelConfig
 from minivllm.request import Request
 from minivllm.sampling_params import SamplingParams
@@ -25,9 +26,11 @@ __all__ = [
     "check_merge",
     "check_plan_step",
     "check_rows_of_tile",
+    "check_safe_length",
     "check_slot_of",
     "check_slots",
     "check_text_of_tokens",
+    "check_texts_of_stream",
     "check_tokens_computed",
     "check_tokens_found",
     "check_visible",

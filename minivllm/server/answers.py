@@ -19,6 +19,8 @@ from minivllm.request import CompletionOutput, Logprobs, RequestOutput
 from minivllm.server.protocol import ChatCompletionRequest, CompletionRequest, Generation
 
 DONE = "data: [DONE]\n\n"
+# For Python's splitlines, and so for httpx, these end a line; in server-sent events they don't.
+LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Reply:
         model: the name to say.
         tokenizer: for the bytes and texts of logprobs.
         id: its name.
+        arrival_time: when the request came, in seconds on the engine's clock.
         created: when, in seconds since 1970.
         prompt_tokens: of all prompts.
         cached_tokens: of these, found in the cache.
@@ -40,6 +43,7 @@ class Reply:
     model: str
     tokenizer: PreTrainedTokenizerBase
     id: str
+    arrival_time: float
     created: int = field(default_factory=lambda: int(time.time()))
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -196,8 +200,11 @@ def plain_logprobs(entries: Sequence[Logprobs | None] | None) -> list[dict[str, 
 
 
 def sse(event: dict[str, Any]) -> str:
-    """An event of a stream."""
-    return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """An event of a stream, in one line for everybody: what only some readers take for the end of a line is escaped."""
+    text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+    for character, escaped in LINE_ENDS.items():
+        text = text.replace(character, escaped)
+    return f"data: {text}\n\n"
 
 
 async def merged(streams: Sequence[AsyncIterator[RequestOutput]]) -> AsyncIterator[tuple[int, RequestOutput]]:

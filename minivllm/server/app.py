@@ -110,6 +110,7 @@ class Server:
 
     async def completions(self, request: Request) -> Response:
         """Continues one prompt, or several."""
+        arrival_time = self.llm.llm.engine.clock.now()
         body = await self._read(request, CompletionRequest)
         prompts: list[Any] = []
         for prompt in body.prompts:
@@ -117,16 +118,17 @@ class Server:
                 prompts.append((prompt, await asyncio.to_thread(self._encode, prompt, body.add_special_tokens)))
             else:
                 prompts.append((None, prompt))
-        return await self._answer(request, body, prompts)
+        return await self._answer(request, arrival_time, body, prompts)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answers a conversation."""
+        arrival_time = self.llm.llm.engine.clock.now()
         body = await self._read(request, ChatCompletionRequest)
         text, ids = await asyncio.to_thread(self._encode_chat, body.messages, body.add_special_tokens)
-        return await self._answer(request, body, [(text, ids)])
+        return await self._answer(request, arrival_time, body, [(text, ids)])
 
     async def _answer(
-        self, request: Request, body: Generation, prompts: list[tuple[str | None, list[int]]]
+        self, request: Request, arrival_time: float, body: Generation, prompts: list[tuple[str | None, list[int]]]
     ) -> Response:
         self._check_model(body.model)
         body.check()
@@ -142,7 +144,7 @@ class Server:
         submissions = []
         for text, ids in prompts:  # the engine's names are its own: two clients may send the same x-request-id
             submissions.append(await self._prepare(body, f"{name}-{next(self._numbers)}", text, ids, salt))
-        reply = Reply(body, self.options.model_name, self.llm.llm.tokenizer, name)
+        reply = Reply(body, self.options.model_name, self.llm.llm.tokenizer, name, arrival_time)
         reply.prompt_tokens = sum(len(submission.request.prompt_token_ids) for submission in submissions)
         self.llm.check_health()
         if body.stream:
@@ -182,7 +184,7 @@ class Server:
         """Waits for all answers. One that is refused now takes the others with it."""
 
         async def one(submission: Submission) -> RequestOutput:
-            async with aclosing(self.llm.run(submission)) as outputs:  # type: ignore[type-var]
+            async with aclosing(self.llm.run(submission, reply.arrival_time)) as outputs:  # type: ignore[type-var]
                 async for output in outputs:
                     last = output
             return last
@@ -202,7 +204,7 @@ class Server:
         """The events of a stream. What goes wrong now can only be told in it."""
         begun: set[int] = set()
         try:
-            streams = [self.llm.run(submission) for submission in submissions]
+            streams = [self.llm.run(submission, reply.arrival_time) for submission in submissions]
             async with aclosing(merged(streams)) as outputs:  # type: ignore[type-var]
                 async for number, output in outputs:
                     if number not in begun:

@@ -3,6 +3,9 @@
 Counters and histograms are written by the engine's thread, once per step. What can be read off the engine at any time
 is read when somebody asks, so that a gauge is right also when no step follows.
 
+A request has arrived when its head is read: what is done before the engine has it (reading, templates, tokenising) is
+part of its queue time and of its time to the first token, which is therefore what a client sees but for the connection.
+
 A request counts its prompt's tokens when its first token is there; one that is aborted before counts none. Its times
 and sizes are observed when it ends, however it ends, but for what it never came to. Answers beyond the first of one
 prompt count as requests of their own, with no prompt.

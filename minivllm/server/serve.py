@@ -113,16 +113,28 @@ class ServerThread:
         self._ready.set()
         await serving
 
-    def __enter__(self) -> "ServerThread":
-        """Starts, and waits until it listens."""
+    def start(self) -> "ServerThread":
+        """Starts, and waits until it listens.
+
+        Raises:
+            RuntimeError: it does not.
+        """
         self._thread.start()
         self._ready.wait()
         if not self.url:
             raise RuntimeError("the server did not start: its log says why")
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def stop(self) -> None:
         """Ends the server and the engine."""
         self._server.should_exit = True
         self._thread.join()
         self.llm.shutdown()
+
+    def __enter__(self) -> "ServerThread":
+        """As `start`."""
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        """As `stop`."""
+        self.stop()

@@ -10,6 +10,7 @@ from minivllm.viz.prefix_cache import hit_rate, ttft_cold_warm
 from minivllm.viz.prefix_tree import prefix_tree
 from minivllm.viz.sentences import explain, narrate
 from minivllm.viz.step_parts import step_parts
+from minivllm.viz.streaming import gauges_over_time, text_over_time, token_bytes
 from minivllm.viz.throughput import (
     BatchPoint,
     batch_point,
@@ -35,6 +36,7 @@ __all__ = [
     "explain",
     "export_html",
     "fragmentation_over_time",
+    "gauges_over_time",
     "growth",
     "hit_rate",
     "horizontal_bars",
@@ -54,7 +56,9 @@ __all__ = [
     "slab_map",
     "stacked_shares",
     "step_parts",
+    "text_over_time",
     "token_budget",
+    "token_bytes",
     "token_gaps",
     "ttft_cold_warm",
     "view",

@@ -9,6 +9,7 @@ import time
 import httpx
 import pytest
 
+from minivllm.server.app import Server
 from minivllm.server.protocol import CompletionRequest
 
 from .conftest import MODEL, metric, wait_until_idle
@@ -38,6 +39,35 @@ def events(text):
     *lines, last, empty = text.split("\n\n")
     assert last == "data: [DONE]" and empty == "" and all("\n" not in line for line in lines)
     return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_an_event_is_one_line_for_everybody(http, server):
+    """Python's splitlines, and so httpx, end a line at characters that end none for the protocol."""
+    tokenizer = server.llm.llm.tokenizer
+    for character in "\x85\u2028\u2029":
+        pair = tokenizer.encode(character)
+        body = ask(max_tokens=20, allowed_token_ids=pair, temperature=1.0, seed=0, stream=True)
+        with http.stream("POST", COMPLETIONS, json=body) as reply:
+            lines = [line for line in reply.iter_lines() if line]
+        texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-1]]
+        assert len(texts) == 20 and character in "".join(texts)
+
+
+def test_a_request_arrives_before_it_is_tokenised(own_server, monkeypatch):
+    """So that the server's time to first token is what its client sees."""
+    server = own_server()
+    encode = Server._encode
+
+    def slow(*given):
+        time.sleep(0.5)
+        return encode(*given)
+
+    monkeypatch.setattr(Server, "_encode", slow)
+    began = time.monotonic()
+    assert httpx.post(f"{server.url}{COMPLETIONS}", json=ask(max_tokens=1)).status_code == 200
+    seen = time.monotonic() - began
+    for name in ("time_to_first_token", "request_queue_time", "e2e_request_latency"):
+        assert 0.5 <= metric(server.url, f"{name}_seconds_sum") <= seen
 
 
 # --- what is left out ---

@@ -1,0 +1,1 @@
+"""Other people's load generators, unmodified, against our server: `make conformance`."""
