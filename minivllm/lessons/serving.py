@@ -14,6 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from minivllm.detokenizer import Detokenizer
 
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+PATIENCE_S = 30.0
 
 
 def bytes_of(tokenizer: Any, token_id: int) -> bytes:
@@ -95,14 +96,16 @@ class Watcher:
 
         Raises:
             TimeoutError: it has not come to that within half a minute.
+            httpx.HTTPError: the server doesn't answer.
         """
-        begin = time.perf_counter()
-        while not self.times or any(self.values[name][-1] != value for name, value in wanted.items()):
-            if time.perf_counter() - begin > 30:
-                raise TimeoutError(
-                    f"{wanted} was not seen, but { ({name: v[-1:] for name, v in self.values.items()}) }"
-                )
-            await asyncio.sleep(0.01)
+        begin, values = time.perf_counter(), self.values
+        while not self.times or any(values[name][-1] != value for name, value in wanted.items()):
+            if self._task.done():
+                self._task.result()
+            if time.perf_counter() - begin > PATIENCE_S:
+                last = {name: values[name][-1] for name in wanted if values[name]}
+                raise TimeoutError(f"{wanted} was not seen in {PATIENCE_S:g} s, but {last}")
+            await asyncio.sleep(0.005)
 
     def evenly(self, num_points: int = 100) -> tuple[list[float], dict[str, list[float]]]:
         """Times with even gaps, and what each gauge showed last at each of them: a figure has as many points on every
