@@ -15,10 +15,10 @@ import time
 from datetime import date
 from pathlib import Path
 
+from benchmarks.process import MODEL, serving
 from benchmarks.results import RESULTS, replace_block
 from minivllm import LLM, SamplingParams
 from minivllm.model.hub import resolve_model
-from tests.server.process import MODEL, serving
 
 STREAMS, PROMPT, OUTPUT = 16, 64, 128
 

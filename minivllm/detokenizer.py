@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # seconds to import
     from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet
+LONGEST_WAIT = 8  # tokens; a character has four bytes, so that what is no character by then never becomes one
 
 
 class Detokenizer:
@@ -78,9 +79,15 @@ class Detokenizer:
         decoded = self._decode(self._window)
         stable = decoded
         if decoded.endswith(INCOMPLETE):  # of a character's first bytes a single mark is made, or one of each
-            stable = self._known_text if self._needs_context else decoded[:-1]
+            if not self._needs_context:
+                stable = decoded[:-1]
+            elif len(self._window) - self._num_known < LONGEST_WAIT:
+                stable = self._known_text
         self._add(stable[len(self._known_text) :])
         self._known_text = stable
+        if len(self._window) > 2 * LONGEST_WAIT and not self._needs_context:
+            self._window = self._window[-LONGEST_WAIT:]
+            self._known_text = self._decode(self._window)[:-1]
         if stable is decoded and not self._needs_context:
             self._window, self._known_text = [], ""
         elif stable is decoded:

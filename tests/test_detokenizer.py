@@ -1,12 +1,14 @@
 """Text comes out as soon as it is certain, once, and whole."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from minivllm.detokenizer import Detokenizer, decode
+from minivllm.detokenizer import LONGEST_WAIT, Detokenizer, decode
+from minivllm.lessons.serving import CountingTokenizer
 from minivllm.tokenizer import load_tokenizer
 
 ABC, DEF, GH, LETTERS = 17638, 33203, 23960, (57, 58, 59)  # LETTERS: I, J, K
@@ -98,6 +100,30 @@ def test_the_mark_itself_is_text_too(tokenizer):
     mark = tokenizer.encode("\ufffd", add_special_tokens=False)
     deltas, _ = read(tokenizer, [ABC, *mark, DEF, *mark, *mark])
     assert "".join(deltas) == " ABC\ufffdDEF\ufffd\ufffd" and "".join(deltas[: 2 + len(mark)]) == " ABC\ufffdDEF"
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_long_runs_of_broken_bytes_are_decoded_as_a_whole_would_be(tokenizer, seed):
+    """Tokens inside characters, in any order: nearly all of it is broken."""
+    rng = random.Random(seed)
+    parts = sorted({token for text in ("☺♞東京日本😀🐭λЖ", "\ufffd") for token in tokenizer.encode(text)})
+    ids = [rng.choice(parts) for _ in range(200)]
+    assert read(tokenizer, ids)[1].text == tokenizer.decode(ids)
+
+
+def test_marks_without_end_flow_and_cost_no_more_than_other_text(tokenizer, pieces):
+    """Neither a vocabulary that has the mark itself, nor bytes that are never a character, stop a stream."""
+    for vocabulary, ids in (
+        (tokenizer, tokenizer.encode("\ufffd") * 300),
+        (tokenizer, tokenizer.encode("☺")[1:2] * 300),
+        (pieces, [pieces.convert_tokens_to_ids("<0x80>")] * 300),
+    ):
+        counting = CountingTokenizer(vocabulary)
+        deltas, detokenizer = read(counting, ids)
+        assert counting.num_decoded < 30 * len(ids)
+        waits = [index for index, delta in enumerate(deltas) if delta]
+        assert max(b - a for a, b in pairwise([0, *waits])) <= LONGEST_WAIT
+        assert detokenizer.text == vocabulary.decode(ids)
 
 
 def test_many_characters_in_many_tokens(tokenizer):

@@ -14,12 +14,12 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
+from benchmarks.process import MODEL, serving
 from benchmarks.results import RESULTS, replace_block
 from minivllm.lessons.serving import read_metrics
 from minivllm.model.hub import resolve_model
 from tests.conformance.environments import AIPERF, GUIDELLM, SCHEMATHESIS, make_tools
 from tests.conformance.generators import Reading, Run, from_server, runs
-from tests.server.process import MODEL, serving
 
 ALLOWED_MS, ALLOWED_SHARE = 10.0, 0.05
 HEAD = """| load generator | requests | output tokens | TTFT, its and ours (ms) | TPOT, its and ours (ms) |

@@ -21,10 +21,10 @@ from typing import Any
 
 import httpx
 
+from benchmarks.process import MODEL, serving
 from benchmarks.results import RESULTS, replace_block
 from minivllm.lessons.serving import read_metrics
 from minivllm.model.hub import resolve_model
-from tests.server.process import MODEL, serving
 
 CLIENTS, PAUSE_S, WARM_UP = 24, 60.0, 3  # the first pauses are not compared: caches fill, pools of memory grow
 GROWTH = 0.05
