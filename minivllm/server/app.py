@@ -18,6 +18,8 @@ from pydantic_core import from_json
 
 import minivllm
 from minivllm.async_llm import AsyncLLM, EngineDeadError
+from minivllm.model.default_model import ALIAS
+from minivllm.model.hub import resolve_model
 from minivllm.request import RequestOutput
 from minivllm.server.answers import DONE, Reply, merged, new_id, sse
 from minivllm.server.errors import APIError, add_handlers, error_body, from_validation
@@ -222,9 +224,10 @@ class Server:
     # --- the other routes -------------------------------------------------------------------------------------------
 
     async def models(self) -> dict[str, Any]:
-        """The only model that there is."""
+        """The only model that there is; `root` is a name by which its tokenizer can be loaded."""
         name, llm = self.options.model_name, self.llm.llm
-        card = {"id": name, "object": "model", "created": 0, "owned_by": "minivllm", "root": llm.config.model}
+        root = str(resolve_model(ALIAS)) if llm.config.model == ALIAS else llm.config.model
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "minivllm", "root": root}
         return {"object": "list", "data": [{**card, "parent": None, "max_model_len": llm.max_model_len}]}
 
     async def tokenize(self, request: Request) -> dict[str, Any]:

@@ -80,6 +80,12 @@ def runs(tools: Tools, url: str, model: str, folder: Path, out: Path) -> list[Ru
 
     of_vllm = [
         Run(
+            "vllm bench serve, told no model",
+            f"{tools.vllm} bench serve --base-url {where} --dataset-name random --random-input-len 64"
+            " --random-output-len 16 --num-prompts 4 --ignore-eos --seed 1",
+            from_vllm,
+        ),
+        Run(
             "vllm bench serve, completions, 16 at once",
             f"{vllm} --backend openai --random-input-len 128 --random-output-len 64 --num-prompts 32"
             f" --max-concurrency 16 --temperature 0 {percentiles}",

@@ -4,6 +4,7 @@ import openai
 import pytest
 
 from minivllm import SamplingParams
+from minivllm.tokenizer import load_tokenizer
 from tests.conftest import ORACLE
 
 from .conftest import MODEL, metric, wait_until_idle
@@ -162,7 +163,8 @@ def test_vllms_own_fields_come_through(client, served_llm):
 
 def test_models_and_errors(client):
     [model] = client.models.list().data
-    assert model.id == MODEL and model.root and model.max_model_len == 8192
+    assert model.id == MODEL and model.max_model_len == 8192
+    assert load_tokenizer(model.root).vocab_size == 49152  # as vllm bench does that is told no model
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(prompt="x", **{**ASKED, "model": "gpt-5"})
     assert missing.value.param == "model" and "'gpt-5'" in missing.value.message
