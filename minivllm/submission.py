@@ -66,7 +66,8 @@ class Submission:
             answers = [answer for answer in answers if self._is_new(answer)]
         first_times = [a.first_token_time for a in self.answers.values() if a.first_token_time is not None]
         end_times = [a.finished_time for a in self.answers.values() if a.finished_time is not None]
-        asked = request.params.prompt_logprobs is not None and request.prompt_logprobs and (first or not delta)
+        asked = request.params.prompt_logprobs is not None and (first or not delta)
+        there = len(request.prompt_logprobs) == request.num_prompt_tokens - 1  # not where it ended before
         return RequestOutput(
             request_id=request.request_id,
             prompt=self.prompt,
@@ -81,7 +82,7 @@ class Submission:
                 finished_time=max(end_times) if self.finished else None,
                 num_preemptions=sum(answer.num_preemptions for answer in self.answers.values()),
             ),
-            prompt_logprobs=[None, *described(request.prompt_logprobs, tokenizer)] if asked else None,
+            prompt_logprobs=[None, *described(request.prompt_logprobs, tokenizer)] if asked and there else None,
         )
 
     def _is_new(self, answer: Request) -> bool:

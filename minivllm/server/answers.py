@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from minivllm.detokenizer import Detokenizer
 from minivllm.request import CompletionOutput, Logprobs, RequestOutput
 from minivllm.server.protocol import ChatCompletionRequest, CompletionRequest, Generation
 
@@ -48,7 +49,8 @@ class Reply:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    _lengths: dict[int, int] = field(default_factory=dict)  # characters of each choice so far
+    _echoed: dict[int, int] = field(default_factory=dict)  # of each choice that has begun, the prompt's characters
+    _read: dict[int, Detokenizer] = field(default_factory=dict)  # its tokens so far, for where they stand in the text
 
     @property
     def is_chat(self) -> bool:
@@ -86,29 +88,29 @@ class Reply:
         index = number * self.body.num_answers + answer.index
         end = {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
         if isinstance(self.body, CompletionRequest):
-            echoed = self._echo(output) if self.body.echo else ""
-            logprobs = answer.logprobs
-            if logprobs is not None and self.body.echo:
-                logprobs = [*(output.prompt_logprobs or []), *logprobs]  # type: ignore[list-item]
-            tokens = [*(output.prompt_token_ids if self.body.echo else []), *answer.token_ids]
-            choice: dict[str, Any] = {
-                "index": index,
-                "text": echoed + answer.text,
-                "logprobs": self._legacy(tokens, logprobs, 0),
-                **end,
-            }
+            text = answer.text
+            if self.body.echo:
+                echoed, logprobs = self._echo(output)
+                text, self._echoed[index] = echoed + text, len(echoed)
+            own = self._legacy_logprobs(index, answer)
+            if own is not None and self.body.echo:
+                own = {name: [*logprobs[name], *values] for name, values in own.items()}
+            choice: dict[str, Any] = {"index": index, "text": text, "logprobs": own, **end}
             if self.body.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
             return choice
         message = {"role": "assistant", "content": answer.text}
         return {"index": index, "message": message, "logprobs": self._chat_logprobs(answer), **end}
 
-    def _echo(self, output: RequestOutput) -> str:
-        """A prompt's text."""
-        if output.prompt is not None:
-            return output.prompt
-        skip = self.body.skip_special_tokens is not False
-        return str(self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip))
+    def _echo(self, output: RequestOutput) -> tuple[str, dict[str, Any]]:
+        """A prompt's text, and its logprobs (null where there are none)."""
+        skip = self.body.skip_special_tokens is not False and output.prompt is None
+        text = output.prompt
+        if text is None:
+            text = str(self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=skip))
+        entries = output.prompt_logprobs or [None] * len(output.prompt_token_ids)
+        detokenizer = Detokenizer(self.tokenizer, skip_special_tokens=skip)
+        return text, self._legacy(output.prompt_token_ids, entries, detokenizer, 0)
 
     def chunks(self, number: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The chunks of a delta of the prompt with this number."""
@@ -116,27 +118,21 @@ class Reply:
         made = []
         for answer in output.outputs:
             index = number * self.body.num_answers + answer.index
-            if index not in self._lengths:
-                self._lengths[index] = 0
+            if index not in self._echoed:
+                self._echoed[index] = 0
                 if self.is_chat:
                     made.append(self._chunk(index, {"role": "assistant", "content": ""}, None, None, None))
                 elif isinstance(self.body, CompletionRequest) and self.body.echo:
-                    made += self._echo_chunk(index, output)
+                    text, logprobs = self._echo(output)
+                    self._echoed[index] = len(text)
+                    made.append(self._chunk(index, text, logprobs if output.prompt_logprobs else None, None, None))
             if isinstance(self.body, CompletionRequest):
-                logprobs: Any = self._legacy(answer.token_ids, answer.logprobs, self._lengths[index])
+                own: Any = self._legacy_logprobs(index, answer)
                 said: Any = answer.text
             else:
-                logprobs, said = self._chat_logprobs(answer), {"content": answer.text}
-            self._lengths[index] += len(answer.text)
-            made.append(self._chunk(index, said, logprobs, answer.finish_reason, answer.stop_reason))
+                own, said = self._chat_logprobs(answer), {"content": answer.text}
+            made.append(self._chunk(index, said, own, answer.finish_reason, answer.stop_reason))
         return made
-
-    def _echo_chunk(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        text, logprobs = self._echo(output), None
-        if output.prompt_logprobs is not None:
-            logprobs = self._legacy(output.prompt_token_ids, output.prompt_logprobs, 0)
-        self._lengths[index] = len(text)
-        return [self._chunk(index, text, logprobs, None, None)]
 
     def _chunk(
         self, index: int, said: Any, logprobs: Any, finish: str | None, stop: int | str | None
@@ -158,21 +154,26 @@ class Reply:
         options = self.body.stream_options
         return [self._event([])] if options is not None and options.include_usage else []
 
-    def _legacy(
-        self, token_ids: Sequence[int], entries: Sequence[Logprobs | None] | None, begin: int
-    ) -> dict[str, Any] | None:
-        """Logprobs as /v1/completions gives them."""
-        if entries is None:
+    def _legacy_logprobs(self, index: int, answer: CompletionOutput) -> dict[str, Any] | None:
+        """What is new of an answer's logprobs, as /v1/completions gives them."""
+        if answer.logprobs is None:
             return None
+        skip = self.body.skip_special_tokens is not False
+        detokenizer = self._read.setdefault(index, Detokenizer(self.tokenizer, skip_special_tokens=skip))
+        return self._legacy(answer.token_ids, answer.logprobs, detokenizer, self._echoed.get(index, 0))
+
+    def _legacy(
+        self, token_ids: Sequence[int], entries: Sequence[Logprobs | None], detokenizer: Detokenizer, begin: int
+    ) -> dict[str, Any]:
+        """Tokens with their logprobs. A token's `text_offset` is the length of the text that is certain before it."""
         tokens, values, tops, offsets = [], [], [], []
         for token_id, entry in zip(token_ids, entries, strict=True):
             own = None if entry is None else entry[token_id]
-            text = (own and own.decoded_token) or str(self.tokenizer.decode([token_id]))
-            tokens.append(text)
+            tokens.append((own and own.decoded_token) or str(self.tokenizer.decode([token_id])))
             values.append(None if own is None else own.logprob)
             tops.append(None if entry is None else {str(one.decoded_token): one.logprob for one in entry.values()})
-            offsets.append(begin)
-            begin += len(text)
+            offsets.append(begin + len(detokenizer.text))
+            detokenizer.append(token_id)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _chat_logprobs(self, answer: CompletionOutput) -> dict[str, Any] | None:

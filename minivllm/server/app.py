@@ -22,7 +22,7 @@ from minivllm.model.default_model import ALIAS
 from minivllm.model.hub import resolve_model
 from minivllm.request import RequestOutput
 from minivllm.server.answers import DONE, Reply, merged, new_id, sse
-from minivllm.server.errors import APIError, add_handlers, error_body, from_validation
+from minivllm.server.errors import NOBODY_READS, APIError, add_handlers, error_body, failure, from_validation
 from minivllm.server.metrics import Metrics
 from minivllm.server.middleware import BodyLimit, KeyCheck, bearer
 from minivllm.server.openapi import ANY_ERROR, EVENTS, JSON, add_schemas, answered, asked
@@ -40,6 +40,7 @@ from minivllm.tokenizer import encode, render_chat
 
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("chat.html")
+LONGEST_NAME = 300  # characters: each chunk of a stream says it
 STALLED_S = 60.0  # a step that takes longer is taken for a hang
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
@@ -142,6 +143,12 @@ class Server:
                 "n" if body.num_answers > 1 else "prompt",
             )
         name = new_id(body, request.headers.get("x-request-id"))
+        if len(name) > LONGEST_NAME:
+            raise APIError(
+                f"request_id, or the header x-request-id, makes a name of {len(name)} characters; the most are "
+                f"{LONGEST_NAME}",
+                "request_id",
+            )
         salt = self._salt(request, body.cache_salt)
         submissions = []
         for text, ids in prompts:  # the engine's names are its own: two clients may send the same x-request-id
@@ -153,11 +160,11 @@ class Server:
             return StreamingResponse(self._stream(reply, submissions), media_type=EVENTS)
         outputs = await unless_gone(request, self._whole(reply, submissions))
         if outputs is None:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=NOBODY_READS)
         for output in outputs:
             for answer in output.outputs:
                 if answer.finish_reason == "error":
-                    raise APIError(f"the request failed: {answer.stop_reason}", status=500)
+                    raise failure(answer.stop_reason)
         return JSONResponse(reply.whole(outputs))
 
     async def _prepare(
@@ -214,7 +221,7 @@ class Server:
                         reply.cached_tokens += output.num_cached_tokens
                     failed = [answer for answer in output.outputs if answer.finish_reason == "error"]
                     if failed:
-                        raise APIError(f"the request failed: {failed[0].stop_reason}", status=500)
+                        raise failure(failed[0].stop_reason)
                     yield "".join(sse(chunk) for chunk in reply.chunks(number, output))
             yield "".join(sse(chunk) for chunk in reply.last()) + DONE
         except (APIError, EngineDeadError, ValueError) as error:
@@ -234,6 +241,7 @@ class Server:
         """The tokens of a text, or of a conversation."""
         body = await self._read(request, TokenizeRequest)
         self._check_model(body.model)
+        body.check_extra()
         if (body.prompt is None) == (body.messages is None):
             raise APIError("give either prompt or messages", "prompt")
         if body.prompt is not None:
@@ -246,6 +254,7 @@ class Server:
         """The text of tokens."""
         body = await self._read(request, DetokenizeRequest)
         self._check_model(body.model)
+        body.check_extra()
         size = self.llm.llm.model.config.vocab_size
         wrong = [token for token in body.tokens if not 0 <= token < size]
         if wrong:

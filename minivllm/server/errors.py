@@ -8,8 +8,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from minivllm.async_llm import EngineDeadError
+from minivllm.runner import NOTHING_LEFT
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+NOBODY_READS = 499  # nginx's number for a client that has hung up
 LONGEST = 1000  # characters of a message: what was sent is not to come back in full
 
 
@@ -56,16 +59,40 @@ def error_response(
     return JSONResponse(error_body(message, status, param), status, headers)
 
 
+def failure(reason: int | str | None) -> APIError:
+    """A request that has failed on the way: the client's fault if it left no token to draw, else ours."""
+    return APIError(f"the request failed: {reason}", status=400 if reason == NOTHING_LEFT else 500)
+
+
 def from_validation(error: ValidationError) -> APIError:
-    """What pydantic found, without what was sent: the first problems, and how many there are."""
+    """What pydantic found, without what was sent: the first problems, and how many there are.
+
+    Where a field may be of several types, only the nearest count: those whose problem lies deepest.
+    """
     problems = error.errors(include_url=False, include_context=False, include_input=False)
-    told = []
-    for problem in problems[:3]:
-        where = ".".join(str(part) for part in problem["loc"][:6])
-        told.append(f"{where[:100] or 'body'}: {problem['msg'][:200]}")
-    more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+    deepest: dict[Any, int] = {}
+    for problem in problems:
+        field = _before_choice(problem["loc"])
+        deepest[field] = max(deepest.get(field, 0), len(problem["loc"]))
+    told: dict[str, list[str]] = {}
+    for problem in problems:
+        if len(problem["loc"]) == deepest[_before_choice(problem["loc"])]:
+            where = ".".join(str(part) for part in problem["loc"][:8] if not _is_choice(part))
+            told.setdefault(where[:100] or "body", []).append(problem["msg"][:200])
+    lines = [f"{where}: {', or: '.join(dict.fromkeys(messages))}" for where, messages in told.items()]
+    more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
     first = problems[0]["loc"]
-    return APIError("; ".join(told) + more, str(first[0])[:100] if first else None)
+    return APIError("; ".join(lines[:3]) + more, str(first[0])[:100] if first else None)
+
+
+def _is_choice(part: int | str) -> bool:
+    """Whether a part of a problem's place names one of several types that a field may have."""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or part.endswith("]"))
+
+
+def _before_choice(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """A problem's place up to where types part."""
+    return next((place[:index] for index, part in enumerate(place) if _is_choice(part)), place)
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -74,6 +101,10 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(APIError)
     async def told(request: Request, error: APIError) -> Response:
         return error_response(error.message, error.status, error.param)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=NOBODY_READS)
 
     @app.exception_handler(EngineDeadError)
     async def dead(request: Request, error: EngineDeadError) -> Response:

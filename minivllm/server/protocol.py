@@ -42,6 +42,7 @@ UNSUPPORTED = (
     | {"tools", "tool_choice", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options"}
     | {"reasoning_effort", "chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs"}
     | {"continue_final_message", "kv_transfer_params", "vllm_xargs", "return_tokens_as_token_ids"}
+    | {"tool_calls", "tool_call_id", "return_token_strs"}
     | {"spaces_between_special_tokens", "prompt_embeds", "lora_request", "verbosity"}
 )
 _known_unknown: set[str] = set()
@@ -53,7 +54,12 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     def check_extra(self) -> None:
-        """Refuses what is not supported, and logs what is not known."""
+        """Refuses what is not supported, and logs what is not known, here and in what this holds."""
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Strict):
+                    part.check_extra()
         for name, value in (self.__pydantic_extra__ or {}).items():
             if name in UNSUPPORTED:
                 if not any(type(value) is type(none) and value == none for none in NOTHING):
@@ -114,10 +120,8 @@ class Generation(Strict):
     def check(self) -> None:
         """Raises APIError for what fits together badly."""
         self.check_extra()
-        if self.stream_options is not None:
-            self.stream_options.check_extra()
-            if not self.stream:
-                raise APIError("stream_options is only allowed with stream: true", "stream_options")
+        if self.stream_options is not None and not self.stream:
+            raise APIError("stream_options is only allowed with stream: true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise APIError("prompt_logprobs is not available in a stream: leave stream out", "prompt_logprobs")
         if self.cache_salt == "":

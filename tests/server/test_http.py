@@ -41,6 +41,69 @@ def events(text):
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (COMPLETIONS, {"prompt": 1.5}, "prompt: Input should be a valid string, or: Input should be a valid list"),
+        (
+            COMPLETIONS,
+            {"prompt": [1.5]},
+            "prompt.0: Input should be a valid string, or: Input should be a valid integer, or: ",
+        ),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "stop": 3},
+            "stop: Input should be a valid string, or: Input should be a valid list",
+        ),
+        (
+            CHATS,
+            {"messages": [{"role": "user", "content": None}]},
+            "messages.0.content: Input should be a valid string, or: ",
+        ),
+        (
+            CHATS,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type: Input should be 'text'; messages.0.content.0.text: Field required",
+        ),
+        (COMPLETIONS, {"prompt": "a", "n": "x", "seed": "y", "top_p": "z", "min_p": "w"}, "(and 1 more)"),
+    ],
+)
+def test_a_wrong_type_is_told_by_place_and_nearest_choice(http, path, body, message):
+    reply = http.post(path, json=body)
+    assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
+
+
+def test_what_messages_hold_is_checked_too(http):
+    """A client may send back an assistant's message as it came, with all that is empty in it."""
+    empty = {
+        "role": "assistant",
+        "content": "Hi",
+        "tool_calls": None,
+        "refusal": None,
+        "audio": None,
+        "annotations": [],
+    }
+    assert http.post(CHATS, json={"messages": [empty, *CHAT], "max_tokens": 1}).status_code == 200
+    for messages in ([{**empty, "tool_calls": [{"id": "1"}]}, *CHAT], [{**CHAT[0], "tool_call_id": "1"}]):
+        [name] = {"tool_calls", "tool_call_id"} & {key for m in messages for key, value in m.items() if value}
+        check_error(http.post(CHATS, json={"messages": messages, "max_tokens": 1}), 400, name, "not supported")
+    check_error(http.post("/tokenize", json={"prompt": "a", "chat_template": "x"}), 400, "chat_template")
+
+
+def test_long_names_are_refused_since_each_chunk_says_them(http):
+    check_error(http.post(COMPLETIONS, json=ask(request_id="x" * 400)), 400, "request_id", "405 characters")
+    check_error(http.post(COMPLETIONS, json=ask(), headers={"x-request-id": "x" * 400}), 400, "request_id")
+    assert http.post(COMPLETIONS, json=ask(request_id="x" * 250)).json()["id"] == "cmpl-" + "x" * 250
+
+
+def test_who_leaves_no_token_to_draw_has_made_the_mistake(http, server):
+    body = ask(allowed_token_ids=[2], min_tokens=3)  # the end alone, and not yet
+    check_error(http.post(COMPLETIONS, json=body), 400, None, "no token may be drawn")
+    [error] = events(http.post(COMPLETIONS, json={**body, "stream": True}).text)
+    assert error["error"]["code"] == 400
+    wait_until_idle(server.url)
+
+
 def test_an_event_is_one_line_for_everybody(http, server):
     """Python's splitlines, and so httpx, end a line at characters that end none for the protocol."""
     tokenizer = server.llm.llm.tokenizer
@@ -68,6 +131,56 @@ def test_a_request_arrives_before_it_is_tokenised(own_server, monkeypatch):
     seen = time.monotonic() - began
     for name in ("time_to_first_token", "request_queue_time", "e2e_request_latency"):
         assert 0.5 <= metric(server.url, f"{name}_seconds_sum") <= seen
+
+
+def joined(parts):
+    """A stream's choices as the whole answer has them."""
+    choices = {}
+    for choice in (choice for part in parts for choice in part["choices"]):
+        so_far = choices.setdefault(choice["index"], {**choice, "text": "", "logprobs": None})
+        so_far["text"] += choice["text"]
+        for name, values in (choice["logprobs"] or {}).items():
+            so_far["logprobs"] = so_far["logprobs"] or {name: [] for name in choice["logprobs"]}
+            so_far["logprobs"][name] += values
+        so_far.update(finish_reason=choice["finish_reason"], stop_reason=choice["stop_reason"])
+    return [choices[index] for index in sorted(choices)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prompt": "The sun ☺♞ and the "},
+        {"prompt": [22177], "echo": True},
+        {"prompt": ["x", "The café ☺"], "echo": True},
+        {"prompt": "<|im_start|>user", "echo": True},
+        {"prompt": [1, 2, 500], "echo": True},
+        {"prompt": [1, 2, 500], "echo": True, "skip_special_tokens": False},
+        {"allowed_token_ids": [321, 118, 141, 223, 253], "max_tokens": 12, "temperature": 1.0, "seed": 1},
+        {
+            "allowed_token_ids": [0, 1, 253, 321, 118],
+            "max_tokens": 12,
+            "temperature": 1.0,
+            "seed": 1,
+            "ignore_eos": True,
+        },
+        {"stop": ["e", " th"], "max_tokens": 12},
+    ],
+)
+def test_logprobs_stand_where_their_tokens_do_whole_or_streamed(http, more):
+    body = ask(logprobs=2, **more)
+    whole = http.post(COMPLETIONS, json=body).json()["choices"]
+    streamed = joined(events(http.post(COMPLETIONS, json={**body, "stream": True}).text))
+    for choice, other in zip(whole, streamed, strict=True):
+        ours, theirs = choice.pop("logprobs"), other.pop("logprobs")
+        assert choice == other
+        assert (ours["tokens"], ours["text_offset"]) == (theirs["tokens"], theirs["text_offset"])
+        pairs = zip(ours["token_logprobs"], theirs["token_logprobs"], strict=True)
+        assert all(a == b or a == pytest.approx(b, abs=1e-3) for a, b in pairs)
+        text = choice["text"]
+        assert ours["text_offset"] == sorted(ours["text_offset"])
+        for token, offset in zip(ours["tokens"], ours["text_offset"], strict=True):
+            if offset < len(text) and "\ufffd" not in token and not token.startswith("<|"):
+                assert text[offset:].startswith(token[: len(text) - offset])
 
 
 # --- what is left out ---

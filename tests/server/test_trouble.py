@@ -243,6 +243,17 @@ def test_a_clients_salt_without_keys(http):
     assert [cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="b"), cached()] == [0, 16, 0, 0]
 
 
+def test_who_hangs_up_before_the_body_is_there_is_no_error(own_server, caplog):
+    server = own_server()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.2)
+    time.sleep(0.2)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
