@@ -115,6 +115,7 @@ class Server:
         """Continues one prompt, or several."""
         arrival_time = self.llm.llm.engine.clock.now()
         body = await self._read(request, CompletionRequest)
+        self._check(body, len(body.prompts))
         prompts: list[Any] = []
         for prompt in body.prompts:
             if isinstance(prompt, str):
@@ -127,21 +128,25 @@ class Server:
         """Answers a conversation."""
         arrival_time = self.llm.llm.engine.clock.now()
         body = await self._read(request, ChatCompletionRequest)
+        self._check(body, 1)
         text, ids = await asyncio.to_thread(self._encode_chat, body.messages, body.add_special_tokens)
         return await self._answer(request, arrival_time, body, [(text, ids)])
+
+    def _check(self, body: Generation, num_prompts: int) -> None:
+        """Refuses what can't be done, before anything is tokenised."""
+        self._check_model(body.model)
+        body.check()
+        num_answers = num_prompts * max(body.num_answers, 1)
+        if num_answers > self.options.max_answers:
+            raise APIError(
+                f"{num_prompts} prompts with n={body.num_answers} make {num_answers} answers, and at most "
+                f"{self.options.max_answers} may be asked for at once: send several requests",
+                "n" if body.num_answers > 1 else "prompt",
+            )
 
     async def _answer(
         self, request: Request, arrival_time: float, body: Generation, prompts: list[tuple[str | None, list[int]]]
     ) -> Response:
-        self._check_model(body.model)
-        body.check()
-        num_answers = len(prompts) * max(body.num_answers, 1)
-        if num_answers > self.options.max_answers:
-            raise APIError(
-                f"{len(prompts)} prompts with n={body.num_answers} make {num_answers} answers, and at most "
-                f"{self.options.max_answers} may be asked for at once: send several requests",
-                "n" if body.num_answers > 1 else "prompt",
-            )
         name = new_id(body, request.headers.get("x-request-id"))
         if len(name) > LONGEST_NAME:
             raise APIError(

@@ -104,6 +104,11 @@ def test_who_leaves_no_token_to_draw_has_made_the_mistake(http, server):
     wait_until_idle(server.url)
 
 
+def test_too_many_prompts_are_refused_before_one_is_tokenised(http, monkeypatch):
+    monkeypatch.setattr(Server, "_encode", lambda *given: pytest.fail("was tokenised"))
+    check_error(http.post(COMPLETIONS, json=ask(prompt=["a"] * 300)), 400, "prompt", "300 answers")
+
+
 def test_an_event_is_one_line_for_everybody(http, server):
     """Python's splitlines, and so httpx, end a line at characters that end none for the protocol."""
     tokenizer = server.llm.llm.tokenizer
