@@ -40,7 +40,7 @@ class SamplingParams:
         presence_penalty: taken off the logit of every token that the answer has, in [-2, 2].
         frequency_penalty: taken off it once for each time that the answer has it, in [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of all tokens that the prompt or the answer
-            has (Keskar et al., "CTRL", 2019), above 0; 1 changes nothing.
+            has (Keskar et al., "CTRL", 2019), in [1e-6, 1e6]; 1 changes nothing.
         max_tokens: most tokens to generate; None means as many as the model's length and the memory allow. A
             request also ends ("length") when prompt and output together reach max_model_len.
         min_tokens: fewest tokens to generate: before, no token is drawn that would end the answer, and stop strings
@@ -103,7 +103,7 @@ class SamplingParams:
         check_range("min_p", self.min_p, 0, 1)
         check_range("presence_penalty", self.presence_penalty, -2, 2)
         check_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        check_range("repetition_penalty", self.repetition_penalty, 0, above=True)
+        check_range("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
         for field in fields(self):
             if field.type is bool and not isinstance(getattr(self, field.name), bool):
                 raise ValueError(f"{field.name} must be True or False, got {getattr(self, field.name)!r}")

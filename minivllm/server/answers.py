@@ -165,7 +165,8 @@ class Reply:
     def _legacy(
         self, token_ids: Sequence[int], entries: Sequence[Logprobs | None], detokenizer: Detokenizer, begin: int
     ) -> dict[str, Any]:
-        """Tokens with their logprobs. A token's `text_offset` is the length of the text that is certain before it."""
+        """Tokens with their logprobs. A token's `text_offset` is the length of the text that is certain before it; of
+        tokens that a stop string has cut off, it lies behind the end."""
         tokens, values, tops, offsets = [], [], [], []
         for token_id, entry in zip(token_ids, entries, strict=True):
             own = None if entry is None else entry[token_id]

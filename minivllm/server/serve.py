@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import socket
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from minivllm.async_llm import AsyncLLM
 from minivllm.server.app import Server, ServerOptions
 
 logger = logging.getLogger(__name__)
+SPARE_S = 30  # for a step that is being made when the engine is to end, and for telling
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,27 @@ def serve(llm: AsyncLLM, options: ServeOptions) -> int:
     return 1 if llm.broken else 0
 
 
+class PatientServer(uvicorn.Server):
+    """At its end, requests that are running have some time left. Then the engine ends, and who still waits is told;
+    uvicorn alone would break the connections off."""
+
+    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, patience_s: float) -> None:
+        super().__init__(config)
+        self._llm, self._patience_s = llm, patience_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_engine())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_engine(self) -> None:
+        await asyncio.sleep(self._patience_s)
+        logger.warning("requests are still running after %g s, and are ended", self._patience_s)
+        await asyncio.to_thread(self._llm.shutdown)
+
+
 def make_server(llm: AsyncLLM, options: ServeOptions) -> uvicorn.Server:
     """A server that ends when its engine does."""
     app = Server(llm, options.server).app
@@ -62,10 +85,10 @@ def make_server(llm: AsyncLLM, options: ServeOptions) -> uvicorn.Server:
         port=options.port,
         log_level="info",
         access_log=options.log_requests,
-        timeout_graceful_shutdown=options.shutdown_timeout_s,
+        timeout_graceful_shutdown=options.shutdown_timeout_s + SPARE_S,
         **options.uvicorn,
     )
-    server = uvicorn.Server(config)
+    server = PatientServer(config, llm, options.shutdown_timeout_s)
 
     def end() -> None:
         server.should_exit = True

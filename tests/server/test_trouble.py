@@ -13,6 +13,7 @@ import time
 import httpx
 import pytest
 
+from benchmarks.process import serving
 from minivllm.sampler import Sampler
 
 from .conftest import MODEL, metric, wait_until_idle
@@ -299,3 +300,31 @@ def test_serve_from_the_command_line(real_folder, tmp_path):
     finally:
         process.kill()
         log.close()
+
+
+def test_who_is_not_ready_at_the_end_is_told(real_folder, tmp_path):
+    """Whole or streamed, with the error object and a stream's end; the log has no traceback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--dtype", "float32", "--num-kv-blocks", "600", "--shutdown-timeout", "1"]
+    replies = {}
+
+    def post(name, url, body):
+        replies[name] = httpx.post(f"{url}{COMPLETIONS}", json=body, timeout=60)
+
+    with serving(real_folder, port, tmp_path / "log", *options) as (url, process):
+        bodies = {"whole": ask(**ENDLESS), "streamed": ask(**ENDLESS, stream=True)}
+        threads = [threading.Thread(target=post, args=(name, url, body)) for name, body in bodies.items()]
+        for thread in threads:
+            thread.start()
+        while metric(url, "num_requests_running") < 2:
+            time.sleep(0.02)
+        os.kill(process, signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+    check_error(replies["whole"], 503, None, "was shut down")
+    parts = events(replies["streamed"].text)
+    assert len(parts) > 2 and parts[-1]["error"]["code"] == 503
+    log = (tmp_path / "log").read_text()
+    assert "Traceback" not in log and "still running after 1 s" in log
