@@ -14,6 +14,8 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
+import httpx
+
 from benchmarks.process import MODEL, serving
 from benchmarks.results import RESULTS, replace_block
 from minivllm.lessons.serving import read_metrics
@@ -59,6 +61,15 @@ def call(command: str, log: Path) -> tuple[int, str]:
     )
     log.write_text(process.stdout + process.stderr)
     return process.returncode, process.stdout
+
+
+def warm_up(url: str) -> None:
+    """One request of each kind, so that nothing is loaded or compiled any more when times are compared."""
+    for path, asked in (
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+    ):
+        httpx.post(f"{url}{path}", json={**asked, "max_tokens": 2}, timeout=60).raise_for_status()
 
 
 def measure(run: Run, url: str, log: Path) -> tuple[str, list[str]]:
@@ -108,6 +119,7 @@ def main() -> int:
     print(f"their logs are in {out}\n\n{HEAD}", flush=True)
     lines, wrong = [], []
     with serving(folder, args.port, out / "server.log", "--dtype", args.dtype) as (url, _):
+        warm_up(url)
         for number, run in enumerate(runs(tools, url, MODEL, folder, out)):
             line, found = measure(run, url, out / f"{number}.log")
             print(line, flush=True)
