@@ -9,7 +9,7 @@ from minivllm.lessons.checking import check
 
 def check_safe_length(answer: Callable[[str, Sequence[str]], Any]) -> bool:
     """Lesson 07: `answer(text, stops)` is how many characters of an answer that is still growing may be shown: those
-    before a stop string, or before what may become one."""
+    before a stop string that is there, else those before what may become one."""
     cases = []
     for text, stops in (
         ("the ex", ["end"]),
@@ -19,11 +19,12 @@ def check_safe_length(answer: Callable[[str, Sequence[str]], Any]) -> bool:
         ("one\n", ["\n\n"]),
         ("stop", ["top!", "pt"]),
         ("a stop", ["top", "a s"]),
+        ("ab", ["abcd", "b"]),
         ("nothing", []),
     ):
         found = [at for stop in stops if (at := text.find(stop)) >= 0]
         begun = [at for at in range(len(text)) for stop in stops if stop.startswith(text[at:])]
-        cases.append((f"{text!r} with stop strings {stops}", (text, stops), min([*found, *begun, len(text)])))
+        cases.append((f"{text!r} with stop strings {stops}", (text, stops), min(found or [*begun, len(text)])))
     return check(answer, cases)
 
 
