@@ -78,6 +78,8 @@ class Server:
         """Builds the routes around an engine."""
         self.llm, self.options, self._numbers = llm, options, count()
         self.metrics = Metrics(llm.llm.engine, options.model_name)
+        model = llm.llm.config.model
+        self._root = str(resolve_model(model)) if model == ALIAS else model
         self.app = FastAPI(title="minivllm", version=minivllm.__version__, docs_url="/docs", redoc_url=None)
         self.app.add_middleware(BodyLimit, limit=options.max_body_bytes)
         self.app.add_middleware(KeyCheck, keys=options.api_keys)
@@ -238,8 +240,7 @@ class Server:
     async def models(self) -> dict[str, Any]:
         """The only model that there is; `root` is a name by which its tokenizer can be loaded."""
         name, llm = self.options.model_name, self.llm.llm
-        root = str(resolve_model(ALIAS)) if llm.config.model == ALIAS else llm.config.model
-        card = {"id": name, "object": "model", "created": 0, "owned_by": "minivllm", "root": root}
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "minivllm", "root": self._root}
         return {"object": "list", "data": [{**card, "parent": None, "max_model_len": llm.max_model_len}]}
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
